@@ -1,0 +1,63 @@
+"""EngineConfig: what a worker group is told, already merged from flags, environment, file and defaults."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from router.protocol import WorkerRole
+
+Dtype = Literal["float32", "bfloat16"]
+KvCacheDtype = Literal["fp32", "bf16", "packed"]
+IndexCacheDtype = Literal["fp8", "fp4"]
+TransportName = Literal["nixl", "local", "ucxx"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker group. Nothing is changed after construction; derived numbers live in MemoryPlan.
+
+    model: folder with config.json and safetensors.   served_model_name: "" means the folder's name.
+    index_cache_dtype: form of index keys when kv_cache_dtype is packed (otherwise they are stored as kv rows are).
+    index_hadamard: rotate index queries and keys before rounding; None means yes for fp4, no for fp8.
+    max_num_batched_tokens: tokens of one prefill chunk.   max_num_seqs: sequences of one batch.
+    max_model_len: prompt and output of one request; 0 means the model's own maximum, as far as memory allows.
+    block_size: tokens of a block, a multiple of every compression ratio.
+    num_blocks: 0 means as many as fit into kv_cache_memory_gib.
+    landings_ahead: reservations that decode accepts beyond max_num_seqs.   waiting_ahead: the same at prefill.
+    ranks: processes of the group, one per GPU.   numa_node: -1 means unpinned.
+    cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.
+    pool_poison: fill every pool with NaN at start (tests).
+    """
+
+    model: str
+    role: WorkerRole
+    worker_id: str = ""
+    served_model_name: str = ""
+    dtype: Dtype = "bfloat16"
+    kv_cache_dtype: KvCacheDtype = "packed"
+    index_cache_dtype: IndexCacheDtype = "fp8"
+    index_hadamard: bool | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 16
+    max_model_len: int = 0
+    block_size: int = 256
+    num_blocks: int = 0
+    kv_cache_memory_gib: float = 1.0
+    landings_ahead: int = 8
+    waiting_ahead: int = 2
+    ranks: int = 1
+    device: str = "cpu"
+    threads: int = 0
+    transport: TransportName = "nixl"
+    numa_node: int = -1
+    cpus: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    landing_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+    pool_poison: bool = False
+
+    @property
+    def uses_hadamard(self) -> bool:
+        return self.index_cache_dtype == "fp4" if self.index_hadamard is None else self.index_hadamard

@@ -1,0 +1,199 @@
+"""What the leader tells its ranks, and what they answer: small integers only, no torch.
+
+Every rank gets the same messages in the same order over its ring. A rank keeps, per running sequence, the block
+table and the sampling state, so that a step carries only what is new.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kv_transfer.landing import Landing
+from router.protocol import NumaBinding, SamplingParams, WorkerState
+
+
+class PlanMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of every message on the ring; the type travels as a tag."""
+
+
+# ---------------------------------------------------------------- leader -> rank
+
+
+class SequenceStart(PlanMessage):
+    """A sequence enters: from now on `seq` stands for it. seq numbers are never used twice.
+
+    token_ids: the prompt, needed by penalties, then outputs known so far (the last `num_outputs`).
+    block_ids: those held now; later ones come with the step that first needs them.
+    """
+
+    seq: int
+    slot: int
+    block_ids: list[int]
+    sampling: SamplingParams
+    token_ids: list[int] = []
+    num_outputs: int = 0
+
+
+class SequenceStep(PlanMessage, array_like=True):
+    """Run `token_ids` at positions start.. of a sequence; sample one token after the last if `sample`."""
+
+    seq: int
+    start: int
+    token_ids: list[int]
+    new_block_ids: list[int]
+    sample: bool
+
+
+class StepPlan(PlanMessage):
+    """One run of the model. `ends` leave first, then `starts` enter, then `steps` run (there may be none)."""
+
+    number: int
+    starts: list[SequenceStart] = []
+    steps: list[SequenceStep] = []
+    ends: list[int] = []
+
+
+class PushPlan(PlanMessage):
+    """Write blocks `first`..`last`-1 (indices into the sequence's block list) of a sequence into its landing.
+
+    block_ids, slot: the source. With is_last also the slot's record goes, and the notification with the first token.
+    The blocks stay held by the sequence until the rank has answered PushDone for the last, or for the cancel.
+    """
+
+    landing: Landing
+    block_ids: list[int]
+    slot: int
+    first: int
+    last: int
+    is_last: bool = False
+    first_token: int = -1
+
+
+class CancelPush(PlanMessage):
+    """Start no further write for this landing; when those under way have ended, say drained to the peer."""
+
+    landing: Landing
+
+
+class ConnectPeer(PlanMessage):
+    """Connect to the decode rank behind `endpoint` (this prefill rank writes to it) and warm the lane."""
+
+    endpoint: bytes
+
+
+class DisconnectPeer(PlanMessage):
+    """Forget every agent of that decode generation."""
+
+    generation: int
+
+
+class PumpHint(PlanMessage):
+    """How many landings are open: the rank looks for notifications often while there are any."""
+
+    open_landings: int
+
+
+class Shutdown(PlanMessage):
+    """End the process after transfers under way have ended."""
+
+
+LeaderMessage = StepPlan | PushPlan | CancelPush | ConnectPeer | DisconnectPeer | PumpHint | Shutdown
+
+
+# ---------------------------------------------------------------- rank -> leader
+
+
+class RankProgress(PlanMessage):
+    """Where the rank is on its way to ready."""
+
+    rank: int
+    state: WorkerState
+    detail: str = ""
+
+
+class RankReady(PlanMessage):
+    """The rank can take plans. endpoint: encoded kv_transfer Endpoint."""
+
+    rank: int
+    pid: int
+    device: str
+    numa: NumaBinding
+    transport: str
+    endpoint: bytes
+    model_fingerprint: str
+
+
+class StepResult(PlanMessage):
+    """Tokens of step `number`, (seq, token_id) for each sequence that sampled.
+
+    failed: sequences whose own computation failed (seq, reason); the others are unharmed.
+    """
+
+    rank: int
+    number: int
+    tokens: list[tuple[int, int]] = []
+    failed: list[tuple[int, str]] = []
+
+
+class PushDone(PlanMessage):
+    """One push ended, or, with drained, the landing will never be written again by this rank.
+
+    status "undelivered": the drained word could not be sent, the leader must say it by HTTP.
+    """
+
+    rank: int
+    key: int
+    generation: int
+    status: Literal["done", "failed", "drained", "undelivered"]
+    is_last: bool = False
+    num_bytes: int = 0
+    num_pieces: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class PeerLinked(PlanMessage):
+    """Outcome of ConnectPeer."""
+
+    rank: int
+    agent: str
+    generation: int
+    lane: str = ""
+    warmup_us: float = 0.0
+    error: str = ""
+
+
+class Arrived(PlanMessage):
+    """A notification came in at a decode rank: encoded kv_transfer Notification, unread."""
+
+    rank: int
+    agent: str
+    notification: bytes
+
+
+class RankFailed(PlanMessage):
+    """The rank can't go on; it ends after this."""
+
+    rank: int
+    reason: str
+
+
+RankMessage = RankProgress | RankReady | StepResult | PushDone | PeerLinked | Arrived | RankFailed
+
+
+def encode(message: PlanMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+_leader_decoder = msgspec.msgpack.Decoder(LeaderMessage)
+_rank_decoder = msgspec.msgpack.Decoder(RankMessage)
+
+
+def decode_leader_message(data: bytes) -> LeaderMessage:
+    return _leader_decoder.decode(data)
+
+
+def decode_rank_message(data: bytes) -> RankMessage:
+    return _rank_decoder.decode(data)

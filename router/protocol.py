@@ -1,0 +1,351 @@
+"""Messages between the router and the workers, and the framing of the event stream.
+
+The router is the only client of the workers' request routes, so the client owns the contract. This module
+imports msgspec alone; the workers import it, and nothing else of `router`.
+
+Routes of a worker's leader (bodies are msgpack of the structs below unless noted):
+
+    GET  /info                   -> WorkerInfo (JSON, for people too)
+    GET  /stream?from=N          -> endless frames, `encode_frame`; N is the first frame number wanted, 0 = from now on
+    POST /abort    AbortRequest  -> AbortReply
+    POST /reserve  ReserveRequest -> ReserveReply            decode only
+    POST /drained  DrainedNotice -> Ack                      decode only; from a prefill leader, or the router
+    POST /writer_lost WriterLost -> Ack                      decode only; from whoever knows the process to be dead
+    POST /prefill  PrefillRequest -> PrefillResult           prefill only; answers with the first token
+    POST /link     LinkRequest   -> LinkReply                prefill only; connect to a decode worker and warm the lane
+    POST /unlink   WriterLost    -> Ack                      prefill only; forget a decode worker's generation
+    POST /drain    (empty)       -> Ack                      accept nothing new, finish what runs
+
+An answer other than 200 carries an ErrorBody. New fields come with defaults; an incompatible change raises
+PROTOCOL_VERSION, which both sides compare when a worker is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 << 20
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+WorkerRole = Literal["prefill", "decode"]
+WorkerState = Literal[
+    "starting", "loading", "planning", "capturing", "linking", "warming", "ready", "draining", "stopped", "failed"
+]
+ErrorCode = Literal[
+    "no_capacity",  # nothing wrong: ask again later, or another worker
+    "invalid_request",  # the sender is at fault; the same request will fail again
+    "not_ready",
+    "draining",
+    "fingerprint_mismatch",  # model, layout or protocol differ between the two sides
+    "stale_generation",  # the message is meant for an earlier life of this worker
+    "aborted",
+    "deadline",
+    "transfer_failed",
+    "worker_lost",
+    "internal",
+]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every wire message: immutable, named fields, defaults left out."""
+
+
+class SamplingParams(Message):
+    """How to choose tokens, and when to stop. Validated by the router; carried unchanged to the sampler.
+
+    temperature 0 is greedy. top_k 0 is off. `seed` is always set: the router draws one if the client did not.
+    Noise depends on (seed, position) alone, so a resumed request goes on with the same samples.
+    """
+
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class ErrorBody(Message):
+    """Why a call failed. `message` says what was wanted, what was found and what to change."""
+
+    code: ErrorCode
+    message: str
+    retry_after_s: float = 0.0
+
+
+class Ack(Message):
+    """Nothing to say but that it was done."""
+
+
+# ---------------------------------------------------------------- one request
+
+
+class ReserveRequest(Message):
+    """Hold a landing at decode: all that decode needs but the first token.
+
+    prompt_token_ids: the prompt and, when a request is resumed, the tokens already emitted; the last
+    `num_prior_outputs` of them count as output. timeout_s: how long the landing may stay empty.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    num_prior_outputs: int = 0
+    timeout_s: float = 600.0
+
+
+class ReserveReply(Message):
+    """`landing` is opaque to the router: it passes it to the prefill worker as it is."""
+
+    landing: bytes
+
+
+class PrefillRequest(Message):
+    """Compute the prompt, sample one token, push the cache into `landing`.
+
+    landing None: the answer ends with its first token (max_tokens 1), so there is nothing to push.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    landing: bytes | None = None
+    num_prior_outputs: int = 0
+    timeout_s: float = 600.0
+
+
+class PrefillResult(Message):
+    """Output token 0. With a finish_reason the request is over and decode's landing must be released.
+
+    queue_s, compute_s: seconds waiting at this worker, and from first chunk to first token.
+    handed_over: bytes of this request's cache went, or will go, into the landing; False means that none ever did
+    or will, so the landing may be freed at once.
+    """
+
+    request_id: str
+    token_id: int
+    finish_reason: FinishReason | None = None
+    handed_over: bool = True
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class AbortRequest(Message):
+    """End a request wherever it is in this worker. Unknown ids are no error.
+
+    At decode, `drained` says that no write into the landing is under way or will ever start.
+    At prefill, `landing` lets the worker send its drained word even for a request that it never saw; the id is
+    remembered, and a /prefill that arrives late under it is refused.
+    """
+
+    request_id: str
+    drained: bool = False
+    landing: bytes | None = None
+
+
+class AbortReply(Message):
+    """known: the request was here. drained: no write for it is under way or will ever start."""
+
+    known: bool
+    drained: bool
+
+
+class DrainedNotice(Message):
+    """The writer of landing `key` of decode generation `generation` will not touch it any more."""
+
+    key: int
+    generation: int
+
+
+class WriterLost(Message):
+    """The worker with this generation is known to be dead: whatever it held or wrote is void."""
+
+    generation: int
+
+
+# ---------------------------------------------------------------- linking
+
+
+class Fingerprints(Message):
+    """Must be equal on both sides. model: config and tensor table; layout: cache geometry."""
+
+    model: str
+    layout: str
+    protocol: int = PROTOCOL_VERSION
+
+
+class LinkRequest(Message):
+    """Connect to every rank of a decode worker and warm each lane with a small write.
+
+    endpoints: one opaque kv_transfer Endpoint per decode rank.
+    """
+
+    worker_id: str
+    generation: int
+    url: str
+    fingerprints: Fingerprints
+    endpoints: list[bytes]
+
+
+class LinkReply(Message):
+    """transport: "nixl", "local", ...; lane: what the bytes really travel on ("cma", "tcp", "cuda_ipc", ...)."""
+
+    transport: str
+    lane: str
+    warmup_us: float = 0.0
+
+
+# ---------------------------------------------------------------- what a worker says of itself
+
+
+class NumaBinding(Message):
+    """status: bound (verified on memory pages), simulated (one node: CPUs split only) or unverified."""
+
+    status: Literal["bound", "simulated", "unverified"]
+    node: int
+    cpus: str
+    evidence: str = ""
+
+
+class RankInfo(Message):
+    rank: int
+    pid: int
+    device: str
+    numa: NumaBinding
+
+
+class Limits(Message):
+    """What this worker can take. max_model_len: prompt and output tokens of one request."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_tokens: int
+    num_blocks: int
+    vocab_size: int
+
+
+class WorkerStats(Message):
+    """Gauges of this moment. queued_tokens: prompt tokens accepted but not computed yet.
+
+    free_blocks: not held, not quarantined and not promised to a running request's growth.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    free_slots: int = 0
+    held_blocks: int = 0
+    quarantined_blocks: int = 0
+    open_landings: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    transfer_bytes: int = 0
+    transfer_pieces: int = 0
+    transfer_failures: int = 0
+    stale_messages: int = 0
+
+
+class WorkerInfo(Message, omit_defaults=False):
+    """Everything the router and /topology show of a worker. endpoints: one per rank, empty until loaded."""
+
+    id: str
+    role: WorkerRole
+    url: str
+    state: WorkerState
+    generation: int
+    leader_pid: int
+    reason: str = ""
+    model: str = ""
+    served_model_name: str = ""
+    ranks: list[RankInfo] = []
+    fingerprints: Fingerprints | None = None
+    limits: Limits | None = None
+    transport: str = ""
+    endpoints: list[bytes] = []
+    stats: WorkerStats = WorkerStats()
+
+
+# ---------------------------------------------------------------- the event stream
+
+
+class SequenceOutput(Message):
+    """Tokens of one request in one step. `index` is the output index of the first: prefill's token is 0.
+
+    With an error the request is over and no token of it may be trusted beyond those already sent.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    error: ErrorBody | None = None
+
+
+class StreamFrame(Message):
+    """One frame per step that produced something, and one every second when idle.
+
+    number counts from 1 in a worker's life; a reader that reconnects asks for the next one it lacks.
+    """
+
+    number: int
+    generation: int
+    state: WorkerState
+    outputs: list[SequenceOutput] = []
+    stats: WorkerStats | None = None
+    reason: str = ""
+
+
+T = TypeVar("T", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Return `message` as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Return the `kind` in `data`; raises msgspec.ValidationError or DecodeError naming the field."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def encode_frame(frame: StreamFrame) -> bytes:
+    """Return four bytes of big-endian length, then the frame."""
+    body = _encoder.encode(frame)
+    return len(body).to_bytes(4, "big") + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream of any chunking into frames. One per connection."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(StreamFrame)
+
+    def feed(self, data: bytes) -> Iterator[StreamFrame]:
+        """Yield the frames completed by `data`. Raises ValueError for an impossible length."""
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            size = int.from_bytes(self._buffer[:4], "big")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {size} bytes: at most {MAX_FRAME_BYTES}; the stream is out of step")
+            if len(self._buffer) < 4 + size:
+                return
+            body = bytes(self._buffer[4 : 4 + size])
+            del self._buffer[: 4 + size]
+            yield self._decoder.decode(body)
