@@ -1,0 +1,217 @@
+"""Flags, environment and YAML of a worker group, merged into one EngineConfig.
+
+Precedence: flag > ISTHMUS_<FIELD> in the environment > YAML > default. One table names every field once: its flags
+(with the spellings that vLLM and SGLang users know), its help and its bounds. `deploy` builds clusters from the same
+table, so that a name works everywhere or nowhere. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.numa import parse_cpu_list
+from router.protocol import WorkerRole
+
+ENVIRONMENT_PREFIX = "ISTHMUS_"
+_CEILING = 1 << 53
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used. The text names field, value, where it came from, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of EngineConfig as a user sees it. low, high: inclusive bounds of a number."""
+
+    name: str
+    group: str
+    help: str
+    aliases: tuple[str, ...] = ()
+    low: float = 0
+    high: float = _CEILING
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--" + self.name.replace("_", "-"), *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of settings, with the name that errors and `isthmus plan` give it."""
+
+    origin: str
+    values: Mapping[str, object]
+
+
+_MODEL, _MEMORY, _BATCH, _PLACE, _NET = "model", "cache and memory", "batching", "placement", "network and limits"
+
+FIELDS = (
+    Field("model", _MODEL, "folder with config.json and safetensors files", ("--model-path",)),
+    Field("served_model_name", _MODEL, "name in the API; default: the folder's name"),
+    Field("dtype", _MODEL, "arithmetic and weights: float32 or bfloat16"),
+    Field(
+        "kv_cache_dtype", _MEMORY, "cache rows: fp32, bf16 or packed (FP8, bf16 rope, scales: 584 bytes at head 512)"
+    ),
+    Field("index_cache_dtype", _MEMORY, "index keys of packed rows: fp8 (132 bytes a key) or fp4 (68)"),
+    Field("index_hadamard", _MEMORY, "rotate index keys before rounding: true, false; default: true for fp4 only"),
+    Field("block_size", _MEMORY, "tokens of a cache block, a multiple of every compression ratio", ("--page-size",), 1),
+    Field("num_blocks", _MEMORY, "blocks of the pool; 0: as many as fit into kv_cache_memory_gib"),
+    Field("kv_cache_memory_gib", _MEMORY, "GiB of each rank's memory that the cache may take"),
+    Field("pool_poison", _MEMORY, "fill pools with NaN at start, to prove that nothing unwritten is read"),
+    Field(
+        "max_num_batched_tokens",
+        _BATCH,
+        "tokens of one prefill chunk",
+        ("--chunked-prefill-size", "--max-prefill-tokens"),
+        1,
+        1 << 20,
+    ),
+    Field("max_num_seqs", _BATCH, "sequences of one batch", ("--max-running-requests",), 1, 1 << 16),
+    Field(
+        "max_model_len",
+        _BATCH,
+        "prompt and output of one request; 0: the model's maximum",
+        ("--context-length",),
+    ),
+    Field("landings_ahead", _BATCH, "reservations that decode accepts beyond max_num_seqs", (), 0, 1 << 16),
+    Field("waiting_ahead", _BATCH, "prompts that prefill accepts beyond the one it computes", (), 0, 1 << 16),
+    Field(
+        "ranks",
+        _PLACE,
+        "processes of the group, one per GPU (tensor parallel)",
+        ("--tensor-parallel-size", "--tp-size", "--tp"),
+        1,
+        1024,
+    ),
+    Field("device", _PLACE, "cpu, or cuda (each rank takes one GPU of those it sees)"),
+    Field("threads", _PLACE, "CPU threads of a rank's arithmetic; 0: its share of the CPUs it is pinned to"),
+    Field("numa_node", _PLACE, "NUMA node to pin to; -1: not pinned", (), -1, 1023),
+    Field("cpus", _PLACE, "CPU list such as 0-15,32 in place of the node's own"),
+    Field("transport", _NET, "what carries the cache: nixl, ucxx or local", ("--disaggregation-transfer-backend",)),
+    Field("host", _NET, "address that the leader listens on"),
+    Field("port", _NET, "port that the leader listens on; 0: a free one", (), 0, 65535),
+    Field("worker_id", _NET, "name of the group in /topology and logs"),
+    Field("landing_timeout_s", _NET, "seconds a landing may wait for its cache", (), 0.001),
+    Field("drain_timeout_s", _NET, "seconds that running requests get when the group stops"),
+)
+_BY_NAME = {field.name: field for field in FIELDS}
+_TYPES = get_type_hints(EngineConfig)
+
+# other spellings of a value; both are common and mean the same
+_SYNONYMS: dict[str, dict[str, str]] = {
+    "dtype": {"fp32": "float32", "float": "float32", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"float32": "fp32", "bfloat16": "bf16", "fp8": "packed"},
+    "index_cache_dtype": {"mxfp4": "fp4"},
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """Add a flag for every EngineConfig field but `role` and those in `without`. Absent flags leave no attribute."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+    for title in dict.fromkeys(field.group for field in FIELDS):
+        group = parser.add_argument_group(title)
+        for field in FIELDS:
+            if field.group == title and field.name not in without:
+                default = defaults[field.name]
+                shown = "" if default in (msgspec.NODEFAULT, "", None) else f" (default {default})"
+                group.add_argument(
+                    *field.flags,
+                    dest=field.name,
+                    default=argparse.SUPPRESS,
+                    metavar=field.name.upper().rsplit("_", 1)[-1],
+                    help=f"{field.help}{shown}".replace("%", "%%"),
+                )
+
+
+def engine_config(
+    args: argparse.Namespace, *, role: WorkerRole, yaml_section: dict[str, Any] | None, environ: Mapping[str, str]
+) -> EngineConfig:
+    """Merge flags in `args`, `environ` and `yaml_section` into one EngineConfig. Raises ConfigError."""
+    layers = [flag_layer(args), environment_layer(environ), Layer("YAML", yaml_section or {})]
+    return resolve(layers, role=role)[0]
+
+
+def flag_layer(args: argparse.Namespace) -> Layer:
+    """Return the engine flags that the user gave."""
+    return Layer("flag", {name: value for name, value in vars(args).items() if name in _BY_NAME and value is not None})
+
+
+def environment_layer(environ: Mapping[str, str], *, infix: str = "") -> Layer:
+    """Return the settings in ISTHMUS_<infix><FIELD>; an empty variable counts as absent."""
+    prefix = ENVIRONMENT_PREFIX + infix
+    found = {name: environ[prefix + name.upper()] for name in _BY_NAME if environ.get(prefix + name.upper())}
+    return Layer("environment", found)
+
+
+def resolve(layers: Sequence[Layer], *, role: WorkerRole) -> tuple[EngineConfig, dict[str, str]]:
+    """Merge `layers`, first one wins; return the config and the origin of each of its fields.
+
+    Raises ConfigError for an unknown key, a value of the wrong type or out of bounds, and a missing model.
+    """
+    values: dict[str, object] = {}
+    origins = dict.fromkeys(_BY_NAME, "default")
+    for layer in reversed(layers):
+        for name, value in layer.values.items():
+            require_known(name, _BY_NAME, where=layer.origin)
+            values[name] = _convert(name, value, layer.origin)
+            origins[name] = layer.origin
+    if not values.get("model"):
+        raise ConfigError(f"model: not given; add --model FOLDER, set {ENVIRONMENT_PREFIX}MODEL, or `model:` in YAML")
+    return EngineConfig(role=role, **values), origins  # type: ignore[arg-type]
+
+
+def require_known(name: str, known: Mapping[str, object] | Sequence[str], *, where: str) -> None:
+    """Raise ConfigError if `name` is none of `known`, with the nearest one as a suggestion."""
+    if name in known:
+        return
+    near = difflib.get_close_matches(str(name).replace("-", "_"), list(known), n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+    raise ConfigError(f"{name} ({where}): no such setting; {hint}")
+
+
+def _convert(name: str, value: object, origin: str) -> object:
+    """Return `value` in the field's type, within its bounds."""
+    field, kind = _BY_NAME[name], _TYPES[name]
+    if isinstance(value, str):
+        value = value.strip()
+        value = _SYNONYMS.get(name, {}).get(value.lower(), value)
+    if isinstance(value, bool) and kind in (int, float, str):
+        raise ConfigError(f"{name} = {value!r} ({origin}): wanted {_wanted(name)}")
+    if kind is str and isinstance(value, int | float):
+        value = str(value)  # YAML reads `cpus: 3` and `served_model_name: 4` as numbers
+    try:
+        result = msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name} = {value!r} ({origin}): wanted {_wanted(name)}") from None
+    if isinstance(result, int | float) and not isinstance(result, bool) and not field.low <= result <= field.high:
+        raise ConfigError(f"{name} = {result} ({origin}): out of bounds; wanted {_wanted(name)}")
+    if name == "cpus" and result:
+        try:
+            parse_cpu_list(str(result))
+        except ValueError as error:
+            raise ConfigError(f"{error} ({origin})") from None
+    return result
+
+
+def _wanted(name: str) -> str:
+    """Say in words what a field takes."""
+    field, kind = _BY_NAME[name], _TYPES[name]
+    choices = getattr(kind, "__args__", ())
+    if kind in (int, float):
+        noun = "a whole number" if kind is int else "a number"
+        if field.high >= _CEILING:
+            return f"{noun} of at least {field.low:g}"
+        return f"{noun} from {field.low:g} to {field.high:g}"
+    if kind is bool or bool in choices:
+        return "true or false"
+    if choices:
+        return "one of " + ", ".join(str(choice) for choice in choices)
+    return "a text"
