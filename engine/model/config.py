@@ -1,0 +1,257 @@
+"""DeepSeekV4Config: the numbers of a checkpoint's config.json, checked once, before anything is built from them.
+
+Every size in the project comes from here: nothing else reads config.json, nothing hard-codes a size. What this
+architecture can't express is refused with the field, its value and the remedy. `model_fingerprint` names a checkpoint,
+so that two workers can tell whether they hold the same weights. No torch here: the leaders import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+MODEL_TYPE = "deepseek_v4"
+CSA_RATIO = 4
+HCA_RATIO = 128
+SUPPORTED_RATIOS = (0, CSA_RATIO, HCA_RATIO)
+
+LayerKind = Literal["window", "csa", "hca"]
+_KINDS: dict[int, LayerKind] = {0: "window", CSA_RATIO: "csa", HCA_RATIO: "hca"}
+
+# What the forward pass is written for. Another value means another model, not an option.
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+_HASHED_WHOLE_BYTES = 16 << 20
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+class ConfigError(ValueError):
+    """A config.json that this engine can't serve. The text names the field, its value and what to do."""
+
+
+class YarnScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """Frequency blending of the layers with a compressor (model report, rotary embedding)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+class DeepSeekV4Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and constants under the names of config.json.
+
+    compress_ratios: one entry per layer (0 window only, 4 CSA, 128 HCA); entries beyond num_hidden_layers belong to
+    `mtp.*` blocks and are cut off. eos_token_ids: from config.json and generation_config.json, ascending.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: YarnScaling
+    max_position_embeddings: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    bos_token_id: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return what layer number `layer` attends besides its window."""
+        return _KINDS[self.compress_ratios[layer]]
+
+    def layers_of(self, ratio: int) -> tuple[int, ...]:
+        """Return the numbers of the layers with this compression ratio, ascending."""
+        return tuple(i for i, r in enumerate(self.compress_ratios) if r == ratio)
+
+    def is_hash_layer(self, layer: int) -> bool:
+        """Whether this layer chooses its experts by token id."""
+        return layer < self.num_hash_layers
+
+
+def load_config(folder: str | Path) -> DeepSeekV4Config:
+    """Return the checked config of a checkpoint folder (config.json, generation_config.json). Raises ConfigError."""
+    raw = _read_json(Path(folder) / "config.json")
+    generation = Path(folder) / "generation_config.json"
+    return parse_config(raw, _read_json(generation) if generation.exists() else None)
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> DeepSeekV4Config:
+    """Return the checked config of a decoded config.json (and generation_config.json). Raises ConfigError."""
+    _check_architecture(raw)
+    for name, wanted in _FIXED.items():
+        if name in raw and raw[name] != wanted:
+            raise ConfigError(f"config.json: {name} is {raw[name]!r}; {ARCHITECTURE} is served with {wanted!r} only")
+    needed = [f.name for f in msgspec.structs.fields(DeepSeekV4Config) if f.required]
+    missing = [name for name in needed if raw.get(name) is None]
+    if missing:
+        raise ConfigError(f"config.json lacks {', '.join(missing)}: take the file published with the checkpoint")
+    scaling = raw["rope_scaling"]
+    kind = scaling.get("type", scaling.get("rope_type", "yarn")) if isinstance(scaling, dict) else scaling
+    if kind != "yarn":
+        raise ConfigError(f"config.json: rope_scaling type is {kind!r}; only 'yarn' is implemented")
+    values = {name: raw[name] for name in needed}
+    values["compress_ratios"] = _layer_ratios(raw)
+    values["bos_token_id"] = raw.get("bos_token_id") or 0
+    values["eos_token_ids"] = sorted({*_ids(raw), *_ids(generation or {})})
+    try:
+        config = msgspec.convert(values, DeepSeekV4Config, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"config.json: {error}") from None
+    _check_sizes(config)
+    return config
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """Return 16 hex digits that name config and weights of a checkpoint folder.
+
+    Hashed: the checked config; of each safetensors shard its name, size, header (names, dtypes, shapes, offsets) and
+    content: all of it up to 16 MiB, beyond that 64 pieces of 4 KiB spread evenly over the data. So 160 GB cost a few
+    thousand small reads; a change that misses every piece is not seen. Raises ConfigError if there are no weights.
+    """
+    folder = Path(folder)
+    digest = hashlib.sha256(msgspec.json.encode(load_config(folder)))
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise ConfigError(f"{folder}: no *.safetensors file; give a folder with config.json and weights")
+    for shard in shards:
+        size = shard.stat().st_size
+        digest.update(f"{shard.name}:{size};".encode())
+        with shard.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > size - 8:
+                raise ConfigError(f"{shard}: cut short (header of {header_bytes} bytes in a file of {size})")
+            digest.update(file.read(header_bytes))
+            if size <= _HASHED_WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            first = 8 + header_bytes
+            step = (size - first - _SAMPLE_BYTES) // (_SAMPLES - 1)
+            for i in range(_SAMPLES):
+                file.seek(first + i * step)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the folder of a DeepSeek-V4 checkpoint") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: wanted a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def _check_architecture(raw: dict[str, Any]) -> None:
+    model_type, architectures = raw.get("model_type"), raw.get("architectures") or []
+    if model_type == "deepseek_v41" or "DeepseekV41ForCausalLM" in architectures:
+        raise ConfigError(
+            "config.json: model_type 'deepseek_v41' (DeepSeek-V4.1) is another architecture (shared KV layers, n-gram "
+            "tables, no hash layers) and is not implemented; serve a 'deepseek_v4' checkpoint"
+        )
+    if model_type != MODEL_TYPE or (architectures and ARCHITECTURE not in architectures):
+        raise ConfigError(
+            f"config.json: model_type {model_type!r}, architectures {architectures!r}: "
+            f"wanted {MODEL_TYPE!r} and {ARCHITECTURE!r}"
+        )
+
+
+def _layer_ratios(raw: dict[str, Any]) -> tuple[int, ...]:
+    """Return compress_ratios without the entries of `mtp.*`, after checking its length and values."""
+    ratios, layers = raw["compress_ratios"], raw["num_hidden_layers"]
+    if not isinstance(ratios, list) or not all(isinstance(r, int) for r in ratios):
+        raise ConfigError(f"config.json: compress_ratios must be a list of integers, found {ratios!r}")
+    if not isinstance(layers, int):
+        raise ConfigError(f"config.json: num_hidden_layers must be an integer, found {layers!r}")
+    drafts = raw.get("num_nextn_predict_layers") or 0
+    is_dspark = any(name.startswith("dspark_") for name in raw)
+    fits = len(ratios) >= layers if is_dspark else len(ratios) in (layers, layers + drafts)
+    if not fits:
+        raise ConfigError(
+            f"config.json: compress_ratios has {len(ratios)} entries; wanted {layers} (num_hidden_layers) or "
+            f"{layers + drafts} (with num_nextn_predict_layers)"
+        )
+    for index, ratio in enumerate(ratios):
+        if ratio not in SUPPORTED_RATIOS:
+            raise ConfigError(f"config.json: compress_ratios[{index}] is {ratio}; supported are 0, 4 and 128")
+    return tuple(ratios[:layers])
+
+
+def _ids(raw: dict[str, Any]) -> list[int]:
+    value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise ConfigError(f"eos_token_id is {value!r}; wanted an integer or a list of integers")
+    return ids
+
+
+def _check_sizes(c: DeepSeekV4Config) -> None:
+    """Raise ConfigError for sizes that contradict one another."""
+    for field in msgspec.structs.fields(c):
+        value = getattr(c, field.name)
+        zero_is_fine = field.name in ("num_hash_layers", "bos_token_id")
+        if isinstance(value, int | float) and (value < 0 or (value == 0 and not zero_is_fine)):
+            raise ConfigError(f"config.json: {field.name} is {value}; must be positive")
+    if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim >= c.head_dim:
+        raise ConfigError(
+            f"config.json: qk_rope_head_dim {c.qk_rope_head_dim} must be even and below head_dim {c.head_dim}"
+        )
+    if c.qk_rope_head_dim > c.index_head_dim:
+        raise ConfigError(
+            f"config.json: index_head_dim {c.index_head_dim} has no room for qk_rope_head_dim {c.qk_rope_head_dim}"
+        )
+    if c.num_attention_heads % c.o_groups:
+        raise ConfigError(
+            f"config.json: o_groups {c.o_groups} does not divide num_attention_heads {c.num_attention_heads}"
+        )
+    if c.num_experts_per_tok > c.n_routed_experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}"
+        )
+    if c.num_hash_layers > c.num_hidden_layers:
+        raise ConfigError(
+            f"config.json: num_hash_layers {c.num_hash_layers} exceeds num_hidden_layers {c.num_hidden_layers}"
+        )
+    for token_id in (c.bos_token_id, *c.eos_token_ids):
+        if not 0 <= token_id < c.vocab_size:
+            raise ConfigError(
+                f"config.json: token id {token_id} (bos or eos) is outside the vocabulary of {c.vocab_size}"
+            )
