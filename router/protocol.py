@@ -96,6 +96,7 @@ class ReserveRequest(Message):
 
     prompt_token_ids: the prompt and, when a request is resumed, the tokens already emitted; the last
     `num_prior_outputs` of them count as output. timeout_s: how long the landing may stay empty.
+    writer_generation: the prefill worker that will write, so that its death frees the landing; 0 if not known.
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class ReserveRequest(Message):
     sampling: SamplingParams
     num_prior_outputs: int = 0
     timeout_s: float = 600.0
+    writer_generation: int = 0
 
 
 class ReserveReply(Message):

@@ -1,0 +1,234 @@
+"""Front: the HTTP side of a leader. State, /info, the event stream, and the frame around command routes.
+
+It runs on the asyncio thread; the engine loop reports to it from its own thread. The last frames are kept, so that
+a router whose connection broke asks for what it missed (`/stream?from=N`) instead of taking the worker for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from engine import plan as messages
+from engine.config import EngineConfig
+from engine.errors import Draining, InvalidRequest, NotReady, RequestError, WorkerLost
+from router import protocol
+from router.protocol import SequenceOutput, WorkerState, WorkerStats
+
+log = logging.getLogger(__name__)
+
+FRAMES_KEPT = 4096
+HEARTBEAT_S = 1.0
+MSGPACK = "application/msgpack"
+
+M = TypeVar("M", bound=protocol.Message)
+
+
+class Front:
+    """Implements engine.loop.Listener. `static` is what /info says that never changes."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        generation: int,
+        limits: protocol.Limits,
+        fingerprints: protocol.Fingerprints,
+        stats: Callable[[], Awaitable[WorkerStats]],
+    ) -> None:
+        self.config, self.generation, self.limits, self.fingerprints = config, generation, limits, fingerprints
+        self.url = ""
+        self.state: WorkerState = "starting"
+        self.reason = ""
+        self.num_readers = 0
+        self.failed = asyncio.Event()
+        self.became_idle_of_readers_at = 0.0
+        self._ask_stats = stats
+        self._ranks: list[messages.RankReady] = []
+        self._frames: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=FRAMES_KEPT)
+        self._number = 0
+        self._news = asyncio.Event()
+        self._stats = WorkerStats()
+        self._asyncio = asyncio.get_running_loop()
+
+    # ------------------------------------------------------------ from the engine loop's thread
+
+    def on_progress(self, rank: int, state: WorkerState, detail: str) -> None:
+        log.info("rank %d: %s %s", rank, state, detail)
+        self._later(lambda: self.set_state(state, detail))
+
+    def on_ready(self, ranks: list[messages.RankReady]) -> None:
+        self._later(lambda: self._become_ready(ranks))
+
+    def on_outputs(self, outputs: list[SequenceOutput], stats: WorkerStats) -> None:
+        self._later(lambda: self._publish(outputs, stats))
+
+    def on_failed(self, reason: str) -> None:
+        self._later(lambda: self._become_failed(reason))
+
+    def _later(self, function: Callable[[], None]) -> None:
+        self._asyncio.call_soon_threadsafe(function)
+
+    # ------------------------------------------------------------ state
+
+    def set_state(self, state: WorkerState, reason: str = "") -> None:
+        """Publish a new state at once. A failed worker stays failed."""
+        if self.state != "failed":
+            self.state, self.reason = state, reason
+            self._publish([], self._stats)
+
+    def _become_ready(self, ranks: list[messages.RankReady]) -> None:
+        self._ranks = ranks
+        wrong = [r for r in ranks if r.model_fingerprint != self.fingerprints.model]
+        if wrong:
+            self._become_failed(
+                f"rank {wrong[0].rank} loaded model {wrong[0].model_fingerprint}, the leader read "
+                f"{self.fingerprints.model}: the folder changed while starting; start again"
+            )
+        else:
+            self.set_state("ready")
+
+    def _become_failed(self, reason: str) -> None:
+        log.error("failed: %s", reason)
+        self.set_state("failed", reason)
+        self.failed.set()
+
+    def require_ready(self) -> None:
+        """Raises NotReady, Draining or WorkerLost unless requests are taken."""
+        if self.state == "failed":
+            raise WorkerLost(f"worker {self.config.worker_id} failed: {self.reason}")
+        if self.state in ("draining", "stopped"):
+            raise Draining(f"worker {self.config.worker_id} is draining and takes nothing new")
+        if self.state != "ready":
+            raise NotReady(f"worker {self.config.worker_id} is {self.state}; wait until /info says ready")
+
+    def info(self) -> protocol.WorkerInfo:
+        return protocol.WorkerInfo(
+            id=self.config.worker_id,
+            role=self.config.role,
+            url=self.url,
+            state=self.state,
+            generation=self.generation,
+            leader_pid=os.getpid(),
+            reason=self.reason,
+            model=self.config.model,
+            served_model_name=self.config.served_model_name or Path(self.config.model).resolve().name,
+            ranks=[protocol.RankInfo(rank=r.rank, pid=r.pid, device=r.device, numa=r.numa) for r in self._ranks],
+            fingerprints=self.fingerprints,
+            limits=self.limits,
+            transport=self._ranks[0].transport if self._ranks else "",
+            endpoints=[r.endpoint for r in self._ranks],
+            stats=self._stats,
+        )
+
+    # ------------------------------------------------------------ frames
+
+    def _publish(self, outputs: list[SequenceOutput], stats: WorkerStats) -> None:
+        self._stats = stats
+        self._number += 1
+        frame = protocol.StreamFrame(
+            number=self._number,
+            generation=self.generation,
+            state=self.state,
+            outputs=outputs,
+            stats=stats,
+            reason=self.reason,
+        )
+        self._frames.append((self._number, protocol.encode_frame(frame)))
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def heartbeat(self) -> None:
+        """Publish a frame every second that had none; runs for ever."""
+        while True:
+            seen = self._number
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._number == seen:
+                self._publish([], await self._ask_stats() if self.state in ("ready", "draining") else self._stats)
+
+    async def _read_frames(self, number: int) -> AsyncIterator[bytes]:
+        """Yield frames from `number` on. Ends when the reader has fallen behind what is kept."""
+        self.num_readers += 1
+        try:
+            while True:
+                if number <= self._number:
+                    first = self._frames[0][0]
+                    if number < first:
+                        return
+                    start = number - first
+                    batch = [self._frames[i][1] for i in range(start, len(self._frames))]
+                    number += len(batch)
+                    yield b"".join(batch)
+                else:
+                    await self._news.wait()
+        finally:
+            self.num_readers -= 1
+            self.became_idle_of_readers_at = self._asyncio.time()
+
+    # ------------------------------------------------------------ routes
+
+    def app(self, routes: list[Route]) -> Starlette:
+        """Return the application: the common routes and those of the role."""
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/info", self._info),
+                Route("/stream", self._stream),
+                *routes,
+            ]
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.state != "failed" else 503)
+
+    async def _info(self, _: Request) -> Response:
+        return Response(msgspec.json.encode(self.info()), media_type="application/json")
+
+    async def _stream(self, request: Request) -> Response:
+        try:
+            wanted = int(request.query_params.get("from", "0"))
+        except ValueError:
+            return error_response(InvalidRequest(f"from={request.query_params['from']!r}: must be a frame number"))
+        first = self._frames[0][0] if self._frames else self._number + 1
+        if wanted and not first <= wanted <= self._number + 1:
+            text = f"frame {wanted} is not kept any more, or not made yet: {first}..{self._number} are; read /info anew"
+            return error_response(InvalidRequest(text), status=410)
+        return StreamingResponse(self._read_frames(wanted or self._number + 1), media_type="application/octet-stream")
+
+
+def error_response(error: RequestError, *, status: int | None = None) -> Response:
+    return Response(protocol.encode(error.body()), status_code=status or error.status, media_type=MSGPACK)
+
+
+async def until_disconnected(request: Request) -> None:
+    """Return when the caller has closed its connection; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def command(
+    path: str, kind: type[M], handler: Callable[[M, Request], Awaitable[protocol.Message]]
+) -> Route:
+    """Return a POST route that decodes a `kind`, awaits `handler` and encodes its answer or error."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            message = protocol.decode(await request.body() or b"\x80", kind)
+            return Response(protocol.encode(await handler(message, request)), media_type=MSGPACK)
+        except msgspec.MsgspecError as e:
+            return error_response(InvalidRequest(f"{path}: {e}"))
+        except RequestError as e:
+            return error_response(e)
+
+    return Route(path, respond, methods=["POST"])

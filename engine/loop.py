@@ -1,0 +1,197 @@
+"""EngineLoop: the thread of a leader that plans steps, sends them to the ranks and takes in what comes back.
+
+It owns the worker and its books; nobody else touches them. The HTTP side hands it functions with `call`; the
+ranks' messages arrive over the rings. One step is under way at a time.
+
+    call / rank message -> worker -> schedule -> StepPlan -> ranks -> StepResult -> commit -> outputs
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from engine import plan as messages
+from engine.ring import LeaderEnd, PeerGone, Waiter
+from router.protocol import SequenceOutput, WorkerState, WorkerStats
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+
+
+class Worker(Protocol):
+    """What a role (prefill, decode) adds to the loop. Called on the loop's thread only."""
+
+    def schedule(self) -> messages.StepPlan | None:
+        """Return the next step, None if there is nothing to tell the ranks."""
+
+    def commit(self, plan: messages.StepPlan, result: messages.StepResult) -> None:
+        """Take in the tokens of `plan`."""
+
+    def on_rank_message(self, message: messages.RankMessage) -> None:
+        """Take in anything but progress and step results."""
+
+    def tick(self, now: float) -> None:
+        """Look at deadlines; called at least every quarter of a second."""
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        """Return what the router should hear, and forget it."""
+
+    def stats(self) -> WorkerStats: ...
+
+    def abort_all(self, reason: str) -> None:
+        """End every request with an error: the ranks are gone, or nobody listens."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is here and no transfer is pending."""
+
+
+class Listener(Protocol):
+    """Who hears of the loop; called on the loop's thread."""
+
+    def on_progress(self, rank: int, state: WorkerState, detail: str) -> None: ...
+
+    def on_ready(self, ranks: list[messages.RankReady]) -> None: ...
+
+    def on_outputs(self, outputs: list[SequenceOutput], stats: WorkerStats) -> None: ...
+
+    def on_failed(self, reason: str) -> None: ...
+
+
+W = TypeVar("W", bound=Worker)
+T = TypeVar("T")
+
+
+class EngineLoop(Generic[W]):
+    """`worker` is set before `run`, since workers send through this loop."""
+
+    worker: W
+
+    def __init__(self, end: LeaderEnd, listener: Listener, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._end, self._listener, self._clock = end, listener, clock
+        self._waiter = Waiter(end.bell)
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._ready: dict[int, messages.RankReady] = {}
+        self._pids: dict[int, int] = {}
+        self._step: messages.StepPlan | None = None
+        self._results: dict[int, messages.StepResult] = {}
+        self._stopping = False
+        self.num_steps = 0
+
+    # ------------------------------------------------------------ from any thread
+
+    def call(self, function: Callable[[W], T]) -> concurrent.futures.Future[T]:
+        """Run `function(worker)` on the loop's thread."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self.worker))
+            except Exception as e:
+                future.set_exception(e)
+
+        self._calls.append(run)
+        self._end.bell.ring()
+        return future
+
+    def watch(self, pid: int, rank: int) -> None:
+        """Fail as soon as this process ends (ranks that the leader spawned, from their first moment on)."""
+        self.call(lambda _: self._watch(pid, rank))
+
+    def stop(self) -> None:
+        """Tell the ranks to shut down and let `run` return."""
+
+        def stop(_: W) -> None:
+            self._stopping = True
+            for channel in self._end.channels:
+                channel.send(messages.encode(messages.Shutdown()))
+
+        self.call(stop)
+
+    # ------------------------------------------------------------ the loop's thread
+
+    def send(self, message: messages.LeaderMessage) -> None:
+        """Send to every rank."""
+        data = messages.encode(message)
+        for channel in self._end.channels:
+            channel.send(data)
+
+    def run(self) -> None:
+        """Loop until stopped or failed; never raises."""
+        try:
+            while not self._stopping:
+                self._listen()
+                self._plan()
+                outputs = self.worker.take_outputs()
+                if outputs:
+                    self._listener.on_outputs(outputs, self.worker.stats())
+                if not self._calls and not self._stopping:
+                    self._wait()
+        except Exception as e:
+            log.exception("the engine loop ended")
+            self._fail(f"engine loop: {type(e).__name__}: {e}")
+
+    def _wait(self) -> None:
+        ended = self._waiter.wait(_TICK_S)
+        self.worker.tick(self._clock())
+        if ended and not self._stopping:
+            self._listen()  # a last word may say why
+            names = ", ".join(f"rank {self._pids[pid]} (pid {pid})" for pid in ended)
+            raise PeerGone(f"{names} ended")
+
+    def _listen(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+        for rank, channel in enumerate(self._end.channels):
+            for data in channel.receive():
+                self._on_message(rank, messages.decode_rank_message(data))
+
+    def _on_message(self, rank: int, message: messages.RankMessage) -> None:
+        match message:
+            case messages.StepResult():
+                self._on_result(message)
+            case messages.RankProgress():
+                self._listener.on_progress(rank, message.state, message.detail)
+            case messages.RankReady():
+                self._ready[rank] = message
+                self._watch(message.pid, rank)
+                if len(self._ready) == len(self._end.channels):
+                    self._listener.on_ready([self._ready[r] for r in sorted(self._ready)])
+            case messages.RankFailed():
+                raise RuntimeError(f"rank {rank}: {message.reason}")
+            case _:
+                self.worker.on_rank_message(message)
+
+    def _on_result(self, result: messages.StepResult) -> None:
+        assert self._step is not None and result.number == self._step.number, "answer to a step that is not under way"
+        self._results[result.rank] = result
+        if len(self._results) == len(self._end.channels):
+            step, self._step = self._step, None
+            self.worker.commit(step, self._results[0])
+            self._results.clear()
+
+    def _plan(self) -> None:
+        if self._step is None and len(self._ready) == len(self._end.channels):
+            self._step = self.worker.schedule()
+            if self._step is not None:
+                self.num_steps += 1
+                self.send(self._step)
+
+    def _watch(self, pid: int, rank: int) -> None:
+        if pid not in self._pids:
+            self._waiter.watch(pid)
+            self._pids[pid] = rank
+
+    def _fail(self, reason: str) -> None:
+        self._stopping = True
+        self.worker.abort_all(reason)
+        self._listener.on_outputs(self.worker.take_outputs(), self.worker.stats())
+        self._listener.on_failed(reason)
+        while self._calls:  # whoever still asks gets an answer
+            self._calls.popleft()()

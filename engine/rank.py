@@ -1,0 +1,196 @@
+"""A rank process: one device, its model, its cache pools, its transport agent.
+
+It attaches to its leader's rings, binds itself to its NUMA node before anything is loaded, then obeys: step plans on
+this thread, transfers on the thread that owns the transport (prefill), notifications between steps (decode). When the
+leader ends, the rank ends: nobody else would free what it holds.
+
+    python -m engine.rank RUN_DIR RANK        (started by the leader; run_dir holds leader.json and config.json)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine import numa
+from engine import plan as messages
+from engine.config import EngineConfig
+from engine.leader import LeaderAddress
+from engine.memory_plan import plan_memory
+from engine.model.config import DeepSeekV4Config
+from engine.ring import PeerGone, Waiter, open_rank_end
+from kv_transfer.landing import encode
+
+if TYPE_CHECKING:
+    from engine.runner import ModelRunner
+    from engine.transfers import TransferThread
+    from kv_transfer.transport import KvTransport
+
+log = logging.getLogger(__name__)
+
+_ATTACH_TIMEOUT_S = 60.0
+_BUSY_PUMP_S = 0.002
+_IDLE_PUMP_S = 0.02
+_PATIENCE_S = 3600.0
+
+
+def run_rank(config: EngineConfig, run_dir: Path, rank: int) -> None:
+    """Serve until the leader says shutdown or ends. Raises what made it fail, after telling the leader."""
+    process = RankProcess(config, run_dir, rank)
+    try:
+        process.run()
+    except PeerGone as e:
+        log.info("rank %d ends: %s", rank, e)
+    except Exception as e:
+        process.send(messages.RankFailed(rank=rank, reason=f"{type(e).__name__}: {e}"))
+        raise
+
+
+class RankProcess:
+    def __init__(self, config: EngineConfig, run_dir: Path, rank: int) -> None:
+        self._config, self._rank = config, rank
+        address = _find_leader(run_dir)
+        self._generation = address.generation
+        self._channel, bell = open_rank_end(address.rings, rank)
+        self._waiter = Waiter(bell)
+        self._waiter.watch(address.pid)
+        self._open_landings = 0
+        self._is_done = False
+        self._runner: ModelRunner
+        self._transfers: TransferThread | None = None
+        self._transport: KvTransport | None = None
+
+    def send(self, message: messages.RankMessage) -> None:
+        self._channel.send(messages.encode(message))
+
+    def run(self) -> None:
+        self._load()
+        while not self._is_done:
+            received = self._channel.receive()
+            for data in received:
+                self._obey(messages.decode_leader_message(data))
+            self._pump()
+            if not received and self._waiter.wait(self._patience()):
+                raise PeerGone("the leader has ended")
+        if self._transfers is not None:
+            self._transfers.stop()
+        elif self._transport is not None:
+            self._transport.close()
+
+    # ------------------------------------------------------------ start
+
+    def _load(self) -> None:
+        config = self._config
+        binding = numa.bind(node=config.numa_node, cpus=config.cpus)
+        self._progress("loading", "importing torch")
+        import torch
+
+        from engine.runner import ModelRunner
+
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        plan = plan_memory(config, DeepSeekV4Config.from_folder(config.model))
+        self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots)
+        self._runner.load(lambda text: self._progress("loading", text))
+        if config.pool_poison:
+            self._runner.cache.poison()
+        self._progress("linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}")
+        endpoint = self._open_transport()
+        self.send(
+            messages.RankReady(
+                rank=self._rank,
+                pid=os.getpid(),
+                device=config.device,
+                numa=binding,
+                transport=config.transport,
+                endpoint=endpoint,
+                model_fingerprint=self._runner.model_fingerprint,
+            )
+        )
+
+    def _open_transport(self) -> bytes:
+        config, pools = self._config, self._runner.cache.pool_addresses()
+        make = _transport_maker(config, agent=f"{config.worker_id}.{self._rank}.{self._generation}")
+        if config.role == "prefill":
+            from engine.transfers import TransferThread
+
+            self._transfers = TransferThread(
+                make,
+                pools,
+                layout=self._runner.cache.layout,
+                rank=self._rank,
+                num_ranks=config.ranks,
+                generation=self._generation,
+                emit=self.send,
+            )
+            return encode(self._transfers.start())
+        self._transport = make()
+        return encode(self._transport.register(pools, generation=self._generation, rank=self._rank))
+
+    def _progress(self, state: str, detail: str) -> None:
+        self.send(messages.RankProgress(rank=self._rank, state=state, detail=detail))  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------ work
+
+    def _obey(self, message: messages.LeaderMessage) -> None:
+        match message:
+            case messages.StepPlan():
+                tokens, failed = self._runner.run(message)
+                self.send(
+                    messages.StepResult(rank=self._rank, number=message.number, tokens=tokens, failed=failed)
+                )
+            case messages.PumpHint():
+                self._open_landings = message.open_landings
+            case messages.Shutdown():
+                self._is_done = True
+            case _:
+                assert self._transfers is not None, f"a decode rank was told {type(message).__name__}"
+                self._transfers.order(message)
+
+    def _pump(self) -> None:
+        if self._transport is not None:
+            for agent, notification in self._transport.poll():
+                self.send(messages.Arrived(rank=self._rank, agent=agent, notification=notification))
+
+    def _patience(self) -> float:
+        if self._transport is None:
+            return _PATIENCE_S
+        return _BUSY_PUMP_S if self._open_landings else _IDLE_PUMP_S
+
+
+def _transport_maker(config: EngineConfig, *, agent: str) -> Callable[[], KvTransport]:
+    if config.transport == "nixl":
+        from kv_transfer.nixl_transport import NixlTransport
+
+        return lambda: NixlTransport(agent)
+    raise ValueError(
+        f"transport {config.transport!r}: between processes there is nixl; local works inside one process only (tests)"
+    )
+
+
+def _find_leader(run_dir: Path) -> LeaderAddress:
+    """Wait for a leader.json whose leader is alive."""
+    path, deadline = run_dir / "leader.json", time.monotonic() + _ATTACH_TIMEOUT_S
+    while True:
+        try:
+            address = msgspec.json.decode(path.read_bytes(), type=LeaderAddress)
+            os.kill(address.pid, 0)
+            return address
+        except (FileNotFoundError, ProcessLookupError):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no leader announced itself in {path} within {_ATTACH_TIMEOUT_S:.0f} s; did it fail to start?"
+                ) from None
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    folder = Path(sys.argv[1])
+    run_rank(msgspec.json.decode((folder / "config.json").read_bytes(), type=EngineConfig), folder, int(sys.argv[2]))

@@ -1,0 +1,159 @@
+"""Scheduler: which tokens of which sequences the next step runs. Continuous batching with chunks; no tensors.
+
+There is no notion of prefill or decode here: a sequence has tokens whose cache rows do not exist yet, the step runs as
+many of them as the budget allows, and when it reaches the last one it samples. Decode is the case of one token left.
+
+    add -> waiting -> running -> (finished | failed | aborted): out, its blocks are the caller's again
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from engine.block_allocator import BlockAllocator
+from engine.plan import SequenceStart, SequenceStep, StepPlan, StepResult
+from engine.sequence import Sequence
+from router.protocol import FinishReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step did to one sequence.
+
+    token_id: None while a chunk has not reached the last token.   finish_reason or error: it is out of the scheduler.
+    is_aborted: it was aborted while the step was under way and is out now.
+    """
+
+    sequence: Sequence
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    is_aborted: bool = False
+
+
+class Scheduler:
+    """First come, first served. A sequence brings its blocks and slot; growth comes out of its promise."""
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        *,
+        block_tokens: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._blocks, self._block_tokens = blocks, block_tokens
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: dict[int, Sequence] = {}
+        self._ends: list[int] = []
+        self._number = 0
+        self._under_way: set[int] = set()
+        self._aborted_under_way: set[int] = set()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens here whose cache rows do not exist yet."""
+        return sum(len(s.token_ids) - s.num_computed for s in (*self.waiting, *self.running.values()))
+
+    def holds(self, sequence: Sequence) -> bool:
+        """The sequence is waiting, running, or aborted in a step that is under way."""
+        return sequence.seq in self.running or sequence in self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> bool:
+        """Take a sequence out. True: it is out now. False: a step has it under way, commit will report it."""
+        if sequence.seq in self._under_way:
+            self._aborted_under_way.add(sequence.seq)
+            return False
+        if sequence.seq in self.running:
+            self.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        return True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a running sequence that no step has under way."""
+        del self.running[sequence.seq]
+        self._ends.append(sequence.seq)
+
+    def schedule(self) -> StepPlan | None:
+        """Return the next step; None if the ranks need not be told anything."""
+        starts, steps = [], []
+        budget = self._max_num_batched_tokens
+        for sequence in self.running.values():
+            if budget == 0:
+                break
+            steps.append(self._step(sequence, budget))
+            budget -= len(steps[-1].token_ids)
+        while self.waiting and budget and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting.popleft()
+            self.running[sequence.seq] = sequence
+            starts.append(_start(sequence))
+            steps.append(self._step(sequence, budget))
+            budget -= len(steps[-1].token_ids)
+        if not (starts or steps or self._ends):
+            return None
+        self._number += 1
+        ends, self._ends = self._ends, []
+        self._under_way = {step.seq for step in steps}
+        return StepPlan(number=self._number, starts=starts, steps=steps, ends=ends)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take in what the ranks answered to `plan`."""
+        tokens, failed = dict(result.tokens), dict(result.failed)
+        self._under_way = set()
+        return [self._commit(self.running[step.seq], step, tokens.get(step.seq), failed) for step in plan.steps]
+
+    def _commit(
+        self, sequence: Sequence, step: SequenceStep, token_id: int | None, failed: dict[int, str]
+    ) -> Progress:
+        if sequence.seq in self._aborted_under_way:
+            self._aborted_under_way.remove(sequence.seq)
+            self.remove(sequence)
+            return Progress(sequence, is_aborted=True)
+        if step.sample and token_id is None and step.seq not in failed:
+            failed[step.seq] = "the ranks returned no token for it"
+        if step.seq in failed:
+            self.remove(sequence)
+            return Progress(sequence, error=failed[step.seq])
+        sequence.num_computed += len(step.token_ids)
+        if token_id is None:
+            return Progress(sequence)
+        reason = sequence.append(token_id, eos_token_ids=self._eos_token_ids, max_model_len=self._max_model_len)
+        if reason is not None:
+            self.remove(sequence)
+        return Progress(sequence, token_id=token_id, finish_reason=reason)
+
+    def _step(self, sequence: Sequence, budget: int) -> SequenceStep:
+        start = sequence.num_computed
+        end = min(len(sequence.token_ids), start + budget)
+        missing = -(-end // self._block_tokens) - len(sequence.block_ids)
+        grown = self._blocks.grow(missing) if missing > 0 else []
+        sequence.promised -= len(grown)
+        sequence.block_ids += grown
+        return SequenceStep(
+            seq=sequence.seq,
+            start=start,
+            token_ids=sequence.token_ids[start:end],
+            new_block_ids=grown,
+            sample=end == len(sequence.token_ids),
+        )
+
+
+def _start(sequence: Sequence) -> SequenceStart:
+    # Growth of the first step travels with that step, so the table sent here must not have it yet.
+    return SequenceStart(
+        seq=sequence.seq,
+        slot=sequence.slot,
+        block_ids=list(sequence.block_ids),
+        sampling=sequence.sampling,
+        token_ids=list(sequence.token_ids),
+        num_outputs=sequence.num_outputs,
+    )

@@ -1,0 +1,192 @@
+"""TransferThread: gives a prefill rank's transport a thread of its own, since a write may block while it copies.
+
+Only this thread touches the transport. It takes the leader's push orders from a queue, drives the Writer, and answers
+with `emit`, which must be safe from any thread.
+
+A chunk is computed before its push is ordered, so what is read here is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from engine.plan import (
+    CancelPush,
+    ConnectPeer,
+    DisconnectPeer,
+    PeerLinked,
+    PushDone,
+    PushPlan,
+    RankMessage,
+)
+from kv_transfer.landing import Endpoint, Landing, Notification, PoolAddress, decode_endpoint, encode
+from kv_transfer.layout import KVLayout
+from kv_transfer.plan import destinations_of, manifest, plan_push
+from kv_transfer.transport import KvTransport, TransferError
+from kv_transfer.warm import warm
+from kv_transfer.writer import Writer, WriterEvent
+
+log = logging.getLogger(__name__)
+
+_ACTIVE_NAP_S = 0.0002
+_IDLE_WAIT_S = 1.0
+_WARM_TIMEOUT_S = 10.0
+
+Order = PushPlan | CancelPush | ConnectPeer | DisconnectPeer
+
+
+class TransferThread:
+    """start() registers the pools and returns the endpoint; then `order` at will; `stop` waits for the end."""
+
+    def __init__(
+        self,
+        make_transport: Callable[[], KvTransport],
+        pools: list[PoolAddress],
+        *,
+        layout: KVLayout,
+        rank: int,
+        num_ranks: int,
+        generation: int,
+        emit: Callable[[RankMessage], None],
+    ) -> None:
+        self._make_transport, self._pools, self._layout = make_transport, pools, layout
+        self._rank, self._num_ranks, self._generation, self._emit = rank, num_ranks, generation, emit
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[Endpoint | BaseException] = queue.SimpleQueue()
+        self._peers: dict[str, Endpoint] = {}
+        self._transport: KvTransport
+        self._writer: Writer
+        self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
+
+    def start(self) -> Endpoint:
+        self._thread.start()
+        outcome = self._started.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def order(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def stop(self) -> None:
+        """End after the writes under way; nothing new is started."""
+        self._orders.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            self._transport = self._make_transport()
+            endpoint = self._transport.register(self._pools, generation=self._generation, rank=self._rank)
+            self._writer = Writer(self._transport)
+        except BaseException as e:
+            self._started.put(e)
+            return
+        self._started.put(endpoint)
+        stopping = False
+        while not (stopping and self._writer.is_idle):
+            for order in self._take():
+                if order is None:
+                    stopping = True
+                else:
+                    self._obey(order)
+            for event in self._writer.pump():
+                self._report(event)
+        self._transport.close()
+
+    def _take(self) -> list[Order | None]:
+        """Return the orders at hand; nap while writes are under way, sleep while there are none."""
+        orders: list[Order | None] = []
+        try:
+            timeout = _IDLE_WAIT_S if self._writer.is_idle else _ACTIVE_NAP_S
+            orders.append(self._orders.get(timeout=timeout))
+            while True:
+                orders.append(self._orders.get_nowait())
+        except queue.Empty:
+            return orders
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case PushPlan():
+                self._push(order)
+            case CancelPush():
+                self._writer.cancel(order.landing, destinations=self._destinations(order.landing))
+            case ConnectPeer():
+                self._connect(decode_endpoint(order.endpoint))
+            case DisconnectPeer():
+                for agent, peer in list(self._peers.items()):
+                    if peer.generation == order.generation:
+                        del self._peers[agent]
+                        self._transport.disconnect(agent)
+
+    def _destinations(self, landing: Landing) -> list[str]:
+        ranks = destinations_of(self._rank, num_sources=self._num_ranks, num_targets=len(landing.agents))
+        return [landing.agents[rank] for rank in ranks]
+
+    def _push(self, order: PushPlan) -> None:
+        landing = order.landing
+        plan = plan_push(
+            self._layout,
+            source_blocks=order.block_ids,
+            target_blocks=landing.block_ids,
+            first=order.first,
+            last=order.last,
+            source_slot=order.slot if order.is_last else None,
+            target_slot=landing.slot if order.is_last else None,
+        )
+        word = b""
+        if order.is_last:
+            word = encode(
+                Notification(
+                    kind="last",
+                    key=landing.key,
+                    generation=landing.generation,
+                    writer_rank=self._rank,
+                    writer_generation=self._generation,
+                    first_token=order.first_token,
+                    num_tokens=landing.num_tokens,
+                    manifest=manifest(self._layout, landing.num_tokens),
+                )
+            )
+        self._writer.push(landing, plan, destinations=self._destinations(landing), is_last=order.is_last, word=word)
+
+    def _connect(self, peer: Endpoint) -> None:
+        if peer.rank % self._num_ranks != self._rank:
+            return  # another rank writes to it
+        started, lane, error = time.perf_counter(), "", ""
+        try:
+            self._transport.connect(peer)
+            self._peers[peer.agent] = peer
+            lane, _ = warm(self._transport, peer.agent, timeout_s=_WARM_TIMEOUT_S)
+        except TransferError as e:
+            error = str(e)
+        self._emit(
+            PeerLinked(
+                rank=self._rank,
+                agent=peer.agent,
+                generation=peer.generation,
+                lane=lane,
+                warmup_us=(time.perf_counter() - started) * 1e6,
+                error=error,
+            )
+        )
+
+    def _report(self, event: WriterEvent) -> None:
+        self._emit(
+            PushDone(
+                rank=self._rank,
+                key=event.key,
+                generation=event.generation,
+                status=event.status,
+                is_last=event.is_last,
+                num_bytes=event.num_bytes,
+                num_pieces=event.num_pieces,
+                seconds=event.seconds,
+                error=event.error,
+            )
+        )

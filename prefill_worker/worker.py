@@ -1,0 +1,364 @@
+"""PrefillWorker: takes prompts, computes them in chunks, pushes their cache, answers with the first token.
+
+Lives on the engine loop's thread. A request's answer (first token or error) goes out once; its blocks and slot go back
+when the computation is over and every rank has said that nothing of it is being written any more.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from engine import errors
+from engine.block_allocator import BlockAllocator, SlotAllocator
+from engine.config import EngineConfig
+from engine.memory_plan import MemoryPlan
+from engine.plan import (
+    ConnectPeer,
+    DisconnectPeer,
+    LeaderMessage,
+    PeerLinked,
+    PushDone,
+    RankMessage,
+    StepPlan,
+    StepResult,
+)
+from engine.scheduler import Progress, Scheduler
+from engine.sequence import Sequence
+from kv_transfer.landing import Landing, decode_endpoint, decode_landing
+from prefill_worker.pushes import Push, PushTable
+from router.protocol import (
+    AbortReply,
+    AbortRequest,
+    LinkReply,
+    LinkRequest,
+    PrefillRequest,
+    PrefillResult,
+    SequenceOutput,
+    WorkerStats,
+    WriterLost,
+)
+
+_ABORTED_KEPT = 4096
+
+PrefillCallback = Callable[[PrefillResult | errors.RequestError], None]
+LinkCallback = Callable[[LinkReply | errors.RequestError], None]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Prefill:
+    """A request whose answer is still owed."""
+
+    sequence: Sequence
+    push: Push | None
+    on_result: PrefillCallback
+    accepted_at: float
+    deadline: float
+    started_at: float | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Link:
+    """A /link that waits for ranks. waiting: agents not linked yet."""
+
+    waiting: set[str]
+    on_result: LinkCallback
+    replies: list[PeerLinked]
+
+
+class PrefillWorker:
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        send: Callable[[LeaderMessage], None],
+        say_drained: Callable[[Landing], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """send: to every rank.   say_drained: tell decode's leader over HTTP, when no notification gets through."""
+        self._config, self._plan, self._vocab_size = config, plan, vocab_size
+        self._send, self._say_drained, self._clock = send, say_drained, clock
+        self._blocks = BlockAllocator(plan.num_blocks)
+        self._slots = SlotAllocator(plan.num_slots)
+        self._scheduler = Scheduler(
+            self._blocks,
+            block_tokens=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            eos_token_ids=eos_token_ids,
+        )
+        self._pushes = PushTable(num_ranks=config.ranks, block_tokens=config.block_size)
+        self._requests: dict[str, _Prefill] = {}
+        self._held: set[int] = set()  # seq numbers whose blocks and slot are taken
+        self._aborted: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._links: list[_Link] = []
+        self._next_seq = 1
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+
+    # ------------------------------------------------------------ commands
+
+    def accept(self, request: PrefillRequest, on_result: PrefillCallback) -> None:
+        """Take a prompt, or raise InvalidRequest, NoCapacity or Aborted. on_result is called once, later."""
+        if request.request_id in self._aborted:
+            raise errors.Aborted(f"request {request.request_id} was aborted before it arrived")
+        if request.request_id in self._requests:
+            raise errors.InvalidRequest(f"request_id {request.request_id!r} is here already")
+        landing = self._check(request)
+        if len(self._scheduler.waiting) >= self._config.waiting_ahead:
+            raise errors.NoCapacity(f"{len(self._scheduler.waiting)} prompts are waiting here already; ask again later")
+        now = self._clock()
+        num_tokens = len(request.prompt_token_ids)
+        block_ids = self._blocks.admit(self._plan.layout.num_blocks_for(num_tokens))
+        try:
+            slot = self._slots.take()
+        except errors.NoCapacity:
+            self._blocks.release(block_ids)
+            raise
+        sequence = Sequence(
+            request_id=request.request_id,
+            seq=self._next_seq,
+            token_ids=list(request.prompt_token_ids),
+            num_given=num_tokens,
+            num_outputs=request.num_prior_outputs,
+            sampling=request.sampling,
+            block_ids=block_ids,
+            slot=slot,
+        )
+        self._next_seq += 1
+        self._held.add(sequence.seq)
+        push = self._pushes.open(sequence, landing) if landing is not None else None
+        self._requests[request.request_id] = _Prefill(sequence, push, on_result, now, now + request.timeout_s)
+        self._scheduler.add(sequence)
+
+    def abort(self, request: AbortRequest) -> AbortReply:
+        """End a request; see AbortRequest. The landing's drained word follows if writes may be under way."""
+        self._aborted[request.request_id] = None
+        while len(self._aborted) > _ABORTED_KEPT:
+            self._aborted.popitem(last=False)
+        prefill = self._requests.get(request.request_id)
+        if prefill is None:
+            return AbortReply(known=False, drained=not self._is_writing(request))
+        drained = prefill.push is None or not prefill.push.has_started
+        self._drop(prefill, errors.Aborted(f"request {request.request_id} was aborted"))
+        return AbortReply(known=True, drained=drained)
+
+    def link(self, request: LinkRequest, on_result: LinkCallback) -> None:
+        """Connect the ranks to every endpoint of a decode group."""
+        try:
+            endpoints = [decode_endpoint(data) for data in request.endpoints]
+        except msgspec.MsgspecError as e:
+            raise errors.InvalidRequest(f"endpoints: {e}") from e
+        if not endpoints:
+            raise errors.InvalidRequest(f"endpoints: worker {request.worker_id} names none; is it loaded?")
+        self._links.append(_Link({e.agent for e in endpoints}, on_result, []))
+        for data in request.endpoints:
+            self._send(ConnectPeer(endpoint=data))
+
+    def unlink(self, request: WriterLost) -> None:
+        """Forget a decode group. Pushes to it fail by themselves."""
+        self._send(DisconnectPeer(generation=request.generation))
+
+    # ------------------------------------------------------------ the loop's side
+
+    def schedule(self) -> StepPlan | None:
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._num_steps += bool(plan.steps)
+            for start in plan.starts:
+                sequence = self._scheduler.running[start.seq]
+                self._requests[sequence.request_id].started_at = self._clock()
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        for step in plan.steps:
+            self._num_prompt_tokens += len(step.token_ids)
+        for progress in self._scheduler.commit(plan, result):
+            self._advance(progress)
+
+    def on_rank_message(self, message: RankMessage) -> None:
+        match message:
+            case PushDone():
+                push = self._pushes.on_done(message)
+                if push is not None:
+                    if push.is_undelivered:
+                        self._say_drained(push.landing)
+                    self._settle(push.sequence)
+                elif message.status == "failed":
+                    self._on_push_failed(message)
+            case PeerLinked():
+                self._on_linked(message)
+            case _:
+                raise AssertionError(f"a prefill rank sent {type(message).__name__}")
+
+    def tick(self, now: float) -> None:
+        for prefill in list(self._requests.values()):
+            if now >= prefill.deadline:
+                seconds = prefill.deadline - prefill.accepted_at
+                self._drop(
+                    prefill,
+                    errors.DeadlineExceeded(
+                        f"prefill of {prefill.sequence.num_given} tokens was not done within {seconds:.1f} s "
+                        f"({prefill.sequence.num_computed} were computed)"
+                    ),
+                )
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        return []
+
+    def abort_all(self, reason: str) -> None:
+        for prefill in list(self._requests.values()):
+            self._drop(prefill, errors.WorkerLost(reason))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests and not len(self._pushes)
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            queued_tokens=self._scheduler.queued_tokens,
+            free_blocks=self._blocks.available,
+            free_slots=self._slots.num_free,
+            held_blocks=self._blocks.num_blocks - self._blocks.num_free,
+            open_landings=len(self._pushes),
+            num_steps=self._num_steps,
+            prompt_tokens=self._num_prompt_tokens,
+            output_tokens=self._num_output_tokens,
+            transfer_bytes=self._pushes.num_bytes,
+            transfer_pieces=self._pushes.num_pieces,
+            transfer_failures=self._pushes.num_failures,
+        )
+
+    # ------------------------------------------------------------ inner
+
+    def _check(self, request: PrefillRequest) -> Landing | None:
+        tokens, limit = request.prompt_token_ids, self._plan.max_model_len
+        most = limit if request.landing is None else limit - 1
+        if not 1 <= len(tokens) <= most:
+            raise errors.InvalidRequest(f"prompt_token_ids: {len(tokens)} tokens; must be 1 to {most}")
+        if not all(0 <= t < self._vocab_size for t in tokens):
+            raise errors.InvalidRequest(f"prompt_token_ids: ids must be 0 to {self._vocab_size - 1}")
+        if request.landing is None:
+            return None
+        try:
+            landing = decode_landing(request.landing)
+        except msgspec.MsgspecError as e:
+            raise errors.InvalidRequest(f"landing: {e}") from e
+        layout = self._plan.layout
+        if landing.layout != layout.fingerprint():
+            raise errors.FingerprintMismatch(f"landing has layout {landing.layout}, this worker {layout.fingerprint()}")
+        needed = layout.num_blocks_for(len(tokens))
+        if landing.num_tokens != len(tokens) or len(landing.block_ids) != needed:
+            raise errors.InvalidRequest(
+                f"landing is for {landing.num_tokens} tokens in {len(landing.block_ids)} blocks, the prompt has "
+                f"{len(tokens)} tokens and needs {needed}"
+            )
+        return landing
+
+    def _advance(self, progress: Progress) -> None:
+        sequence = progress.sequence
+        prefill = self._requests.get(sequence.request_id)
+        if progress.is_aborted or prefill is None or prefill.sequence is not sequence:
+            self._settle(sequence)
+        elif progress.error:
+            self._answer(prefill, errors.RequestError(f"prefill failed: {progress.error}"))
+            self._stop_pushing(prefill)
+        elif progress.token_id is None:
+            plan = self._pushes.computed(prefill.push) if prefill.push else None
+            if plan is not None:
+                self._send(plan)
+        else:
+            self._finish(prefill, progress)
+
+    def _finish(self, prefill: _Prefill, progress: Progress) -> None:
+        assert progress.token_id is not None
+        now, push = self._clock(), prefill.push
+        self._num_output_tokens += 1
+        started = prefill.started_at or now
+        is_over = progress.finish_reason is not None or push is None
+        result = PrefillResult(
+            request_id=prefill.sequence.request_id,
+            token_id=progress.token_id,
+            finish_reason=progress.finish_reason or ("length" if push is None else None),
+            handed_over=push is not None and (push.has_started or not is_over),
+            queue_s=started - prefill.accepted_at,
+            compute_s=now - started,
+        )
+        if progress.finish_reason is None:
+            self._scheduler.remove(prefill.sequence)
+        self._answer(prefill, result)
+        if is_over:
+            self._stop_pushing(prefill)
+        else:
+            assert push is not None
+            self._send(self._pushes.finish(push, progress.token_id))
+
+    def _answer(self, prefill: _Prefill, result: PrefillResult | errors.RequestError) -> None:
+        del self._requests[prefill.sequence.request_id]
+        prefill.on_result(result)
+
+    def _drop(self, prefill: _Prefill, error: errors.RequestError) -> None:
+        """Answer with an error and take the sequence out, at once or when its step is committed."""
+        self._answer(prefill, error)
+        self._scheduler.abort(prefill.sequence)
+        self._stop_pushing(prefill)
+
+    def _stop_pushing(self, prefill: _Prefill) -> None:
+        if prefill.push is not None:
+            self._cancel(prefill.push)
+        self._settle(prefill.sequence)
+
+    def _cancel(self, push: Push) -> None:
+        if not push.is_cancelled:
+            cancel = self._pushes.cancel(push)
+            if cancel is not None:
+                self._send(cancel)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Give blocks and slot back once neither a step nor a write can touch them."""
+        if sequence.seq in self._held and not self._scheduler.holds(sequence) and not self._pushes.holds(sequence):
+            self._held.remove(sequence.seq)
+            self._blocks.release(sequence.block_ids)
+            self._slots.release(sequence.slot)
+
+    def _on_push_failed(self, message: PushDone) -> None:
+        """A chunk's write failed: the landing can't be completed, so the rest of the prompt is not worth computing."""
+        for prefill in list(self._requests.values()):
+            push = prefill.push
+            if push is not None and (push.landing.generation, push.landing.key) == (message.generation, message.key):
+                self._drop(prefill, errors.TransferFailed(f"writing the cache to decode failed: {message.error}"))
+
+    def _is_writing(self, request: AbortRequest) -> bool:
+        """Whether writes of a request that has its answer may be under way; they are cancelled."""
+        push = self._pushes.of_request(request.request_id)
+        if push is None:
+            return False
+        self._cancel(push)
+        return True
+
+    def _on_linked(self, message: PeerLinked) -> None:
+        for link in [link for link in self._links if message.agent in link.waiting]:
+            link.waiting.discard(message.agent)
+            link.replies.append(message)
+            if message.error:
+                self._links.remove(link)
+                link.on_result(errors.TransferFailed(f"rank {message.rank} to {message.agent}: {message.error}"))
+            elif not link.waiting:
+                self._links.remove(link)
+                lanes = sorted({r.lane for r in link.replies})
+                link.on_result(
+                    LinkReply(
+                        transport=self._config.transport,
+                        lane="+".join(lanes),
+                        warmup_us=max(r.warmup_us for r in link.replies),
+                    )
+                )

@@ -1,0 +1,203 @@
+"""The scheduler: chunks, continuous batching, stops, aborts at any moment. Plain integers, no tensors."""
+
+import random
+
+from engine.block_allocator import BlockAllocator
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Progress, Scheduler
+from engine.sequence import Sequence, max_cached_tokens
+from router.protocol import SamplingParams
+
+BLOCK = 8
+
+
+def _scheduler(blocks: BlockAllocator, *, seqs: int = 4, tokens: int = 16, max_len: int = 1000) -> Scheduler:
+    return Scheduler(
+        blocks,
+        block_tokens=BLOCK,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_len,
+        eos_token_ids=frozenset({1}),
+    )
+
+
+def _sequence(blocks: BlockAllocator, seq: int, length: int, *, max_len: int = 1000, **sampling: object) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 5, **sampling})  # type: ignore[arg-type]
+    now = -(-length // BLOCK)
+    later = -(-max_cached_tokens(length, 0, params, max_len) // BLOCK) - now
+    return Sequence(
+        request_id=f"r{seq}",
+        seq=seq,
+        token_ids=list(range(10, 10 + length)),
+        num_given=length,
+        num_outputs=0,
+        sampling=params,
+        block_ids=blocks.admit(now, later=later),
+        slot=seq,
+        promised=later,
+    )
+
+
+def _answer(plan: StepPlan, token: int = 50) -> StepResult:
+    return StepResult(rank=0, number=plan.number, tokens=[(s.seq, token) for s in plan.steps if s.sample])
+
+
+def _run(scheduler: Scheduler, token: int = 50) -> list[Progress]:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return scheduler.commit(plan, _answer(plan, token))
+
+
+def test_prompt_is_cut_into_chunks_and_sampled_once_at_its_end() -> None:
+    blocks = BlockAllocator(32)
+    scheduler = _scheduler(blocks)
+    scheduler.add(_sequence(blocks, 1, 37))
+    seen = []
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        seen += [(s.start, len(s.token_ids), s.sample) for s in plan.steps]
+        scheduler.commit(plan, _answer(plan))
+    assert seen == [(0, 16, False), (16, 16, False), (32, 5, True)]
+
+
+def test_several_short_prompts_share_a_chunk() -> None:
+    blocks = BlockAllocator(32)
+    scheduler = _scheduler(blocks)
+    for seq in (1, 2, 3):
+        scheduler.add(_sequence(blocks, seq, 7))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [(s.seq, len(s.token_ids), s.sample) for s in plan.steps] == [(1, 7, True), (2, 7, True), (3, 2, False)]
+
+
+def test_batch_never_exceeds_its_limit_and_refills_as_sequences_end() -> None:
+    blocks = BlockAllocator(64)
+    scheduler = _scheduler(blocks, seqs=2, tokens=100)
+    for seq in (1, 2, 3):
+        scheduler.add(_sequence(blocks, seq, 3, max_tokens=seq))
+    ended = []
+    for _ in range(10):
+        plan = scheduler.schedule()
+        if plan is None:
+            break
+        assert len(plan.steps) <= 2
+        ended += [p.sequence.seq for p in scheduler.commit(plan, _answer(plan)) if p.finish_reason == "length"]
+    assert ended == [1, 2, 3]
+
+
+def test_stop_rules() -> None:
+    cases = [
+        (dict(), 1, "stop"),
+        (dict(ignore_eos=True), 1, None),
+        (dict(stop_token_ids=(7,)), 7, "stop"),
+        (dict(stop_token_ids=(7,), ignore_eos=True), 7, "stop"),
+        (dict(min_tokens=2), 1, None),
+        (dict(max_tokens=1), 9, "length"),
+        (dict(max_tokens=1), 1, "stop"),
+    ]
+    for sampling, token, reason in cases:
+        blocks = BlockAllocator(8)
+        scheduler = _scheduler(blocks)
+        scheduler.add(_sequence(blocks, 1, 3, **sampling))
+        assert [p.finish_reason for p in _run(scheduler, token)] == [reason], sampling
+
+
+def test_request_ends_at_the_longest_length_of_the_model() -> None:
+    blocks = BlockAllocator(8)
+    scheduler = _scheduler(blocks, max_len=12)
+    scheduler.add(_sequence(blocks, 1, 10, max_tokens=100, max_len=12))
+    assert [_run(scheduler)[0].finish_reason for _ in range(2)] == [None, "length"]
+
+
+def test_growth_takes_exactly_what_was_promised() -> None:
+    blocks = BlockAllocator(8)
+    scheduler = _scheduler(blocks)
+    sequence = _sequence(blocks, 1, 8, max_tokens=10)
+    scheduler.add(sequence)
+    progress = [_run(scheduler)[0] for _ in range(10)]
+    assert progress[-1].finish_reason == "length"
+    assert (len(sequence.block_ids), sequence.promised) == (3, 0)
+    blocks.release(sequence.block_ids, unused_promise=sequence.promised)
+    assert (blocks.num_free, blocks.num_promised) == (8, 0)
+
+
+def test_abort_under_way_is_reported_by_commit_and_told_to_the_ranks() -> None:
+    blocks = BlockAllocator(8)
+    scheduler = _scheduler(blocks)
+    sequence = _sequence(blocks, 1, 3)
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.abort(sequence) is False
+    assert scheduler.holds(sequence)
+    assert [p.is_aborted for p in scheduler.commit(plan, _answer(plan))] == [True]
+    assert not scheduler.holds(sequence)
+    last = scheduler.schedule()
+    assert last is not None and last.ends == [1] and not last.steps
+    assert scheduler.schedule() is None
+
+
+def test_abort_of_a_waiting_sequence_is_never_told_to_the_ranks() -> None:
+    blocks = BlockAllocator(8)
+    scheduler = _scheduler(blocks)
+    sequence = _sequence(blocks, 1, 3)
+    scheduler.add(sequence)
+    assert scheduler.abort(sequence) is True
+    assert scheduler.schedule() is None
+
+
+def test_failure_of_one_sequence_leaves_its_neighbours_alone() -> None:
+    blocks = BlockAllocator(8)
+    scheduler = _scheduler(blocks)
+    for seq in (1, 2):
+        scheduler.add(_sequence(blocks, seq, 3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    result = StepResult(rank=0, number=plan.number, tokens=[(2, 50)], failed=[(1, "logits are not finite")])
+    progress = scheduler.commit(plan, result)
+    assert [(p.sequence.seq, p.error, p.token_id) for p in progress] == [(1, "logits are not finite", None), (2, "", 50)]
+
+
+def test_sampling_sequence_without_a_token_fails_closed() -> None:
+    blocks = BlockAllocator(8)
+    scheduler = _scheduler(blocks)
+    scheduler.add(_sequence(blocks, 1, 3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    [progress] = scheduler.commit(plan, StepResult(rank=0, number=plan.number))
+    assert "no token" in progress.error
+
+
+def test_random_traffic_computes_every_token_once_and_returns_every_block() -> None:
+    rng, blocks = random.Random(3), BlockAllocator(128)
+    scheduler = _scheduler(blocks, seqs=5, tokens=13)
+    live: dict[int, Sequence] = {}
+    computed: dict[int, int] = {}
+    seq = 0
+    for _ in range(3000):
+        if len(live) < 12 and rng.random() < 0.3:
+            seq += 1
+            live[seq] = _sequence(blocks, seq, rng.randrange(1, 40), max_tokens=rng.randrange(1, 20))
+            scheduler.add(live[seq])
+            computed[seq] = 0
+        plan = scheduler.schedule()
+        victim = live[rng.choice(list(live))] if live and rng.random() < 0.1 else None
+        if victim is not None and scheduler.abort(victim):
+            del live[victim.seq]
+            blocks.release(victim.block_ids, unused_promise=victim.promised)
+        if plan is None:
+            continue
+        assert sum(len(s.token_ids) for s in plan.steps) <= 13
+        for step in plan.steps:
+            assert step.start == computed[step.seq]
+            computed[step.seq] += len(step.token_ids)
+            assert len(live[step.seq].block_ids) * BLOCK >= computed[step.seq]
+        for progress in scheduler.commit(plan, _answer(plan)):
+            if progress.finish_reason or progress.is_aborted:
+                done = live.pop(progress.sequence.seq)
+                blocks.release(done.block_ids, unused_promise=done.promised)
+    for sequence in live.values():
+        blocks.release(sequence.block_ids, unused_promise=sequence.promised)
+    assert (blocks.num_free, blocks.num_promised) == (128, 0)
