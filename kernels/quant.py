@@ -117,4 +117,4 @@ def _hadamard_matrix(n: int, device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix * n**-0.5
+    return matrix * (1 / math.sqrt(n))

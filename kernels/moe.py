@@ -1,0 +1,96 @@
+"""Mixture of experts: which experts a token takes, and their weighted sum.
+
+    a = sqrt(softplus(x Wg^T)), float32
+    hash layers: experts = table[token id];   others: the k best of a + bias (bias chooses, it does not weigh)
+    weight_e = a_e / sum of the chosen a * routed_scaling_factor
+    expert: (weight * silu(min(x W1^T, L)) * clamp(x W3^T, -L, L)) W2^T
+
+Equal scores go to the lower expert. Layout: w13 [E, 2I, H] (rows of W1, then of W3), w2 [E, H, I]; ids, weights [T, k].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def expert_scores_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """See expert_scores."""
+    return F.softplus(F.linear(x.float(), gate)).sqrt()
+
+
+def expert_scores(x: Tensor, gate: Tensor) -> Tensor:
+    """Return [T, E] float32 scores of x [T, H] for a gate [E, H] float32."""
+    if gate.dtype != torch.float32 or x.shape[-1] != gate.shape[-1]:
+        raise ValueError(f"gate {tuple(gate.shape)} {gate.dtype} for rows of {x.shape[-1]} channels")
+    return expert_scores_reference(x, gate)
+
+
+def route_reference(
+    scores: Tensor, *, bias: Tensor | None, chosen: Tensor | None, top_k: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """See route."""
+    if chosen is None:
+        biased = scores if bias is None else scores + bias
+        chosen = biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, chosen)
+    return chosen, weights / weights.sum(1, keepdim=True) * scaling
+
+
+def route(
+    scores: Tensor, *, bias: Tensor | None = None, chosen: Tensor | None = None, top_k: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Return expert ids [T, k] int64 and weights [T, k] float32.
+
+    scores [T, E].   chosen [T, k]: ids from a hash table; None: the top_k of scores + bias [E].
+    """
+    if chosen is not None and chosen.shape != (scores.shape[0], top_k):
+        raise ValueError(f"{tuple(chosen.shape)} chosen experts for {scores.shape[0]} tokens of {top_k}")
+    return route_reference(scores, bias=bias, chosen=chosen, top_k=top_k, scaling=scaling)
+
+
+def gated_mlp_reference(x: Tensor, w13: Tensor, w2: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    """See gated_mlp."""
+    gate, up = F.linear(x, w13).chunk(2, -1)
+    hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    if weight is not None:
+        hidden = (hidden * weight).to(x.dtype)
+    return F.linear(hidden, w2)
+
+
+def gated_mlp(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
+    """Return [T, H] of one expert for all rows: w13 [2I, H], w2 [H, I], in x's dtype."""
+    if w13.shape[1] != x.shape[1] or w2.shape != (x.shape[1], w13.shape[0] // 2):
+        raise ValueError(f"rows of {x.shape[1]} channels, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}")
+    return gated_mlp_reference(x, w13, w2, limit)
+
+
+def experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """See experts."""
+    top_k = ids.shape[1]
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    first = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=w13.shape[0]).tolist()):
+        if count:
+            picked = order[first : first + count]
+            token = picked // top_k
+            weight = weights.view(-1)[picked, None]
+            out.index_add_(0, token, gated_mlp_reference(x[token], w13[expert], w2[expert], limit, weight).float())
+        first += count
+    return out
+
+
+def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, *, limit: float) -> Tensor:
+    """Return [T, H] float32: the weighted sum of the experts of each row.
+
+    x [T, H] in the weights' dtype.   w13 [E, 2I, H], w2 [E, H, I].   ids [T, k] int64; weights [T, k] float32.
+    """
+    num_experts, double, hidden = w13.shape
+    if w2.shape != (num_experts, hidden, double // 2) or x.shape[1] != hidden:
+        raise ValueError(f"rows of {x.shape[1]} channels, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}")
+    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)} for {x.shape[0]} rows")
+    return experts_reference(x, w13, w2, ids, weights, limit)
