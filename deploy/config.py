@@ -86,7 +86,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the YAML file, the router's address and every shared engine flag; each also with a --prefill-/--decode- twin."""
+    """Add the YAML file, the router's address and every shared engine flag, each with a twin for one role only."""
     parser.add_argument(
         "config", nargs="?", default="", metavar="YAML", help="configuration file (default: the built-in tiny.yaml)"
     )
@@ -193,8 +193,8 @@ def _require_consistent(groups: list[EngineConfig]) -> None:
             wanted, found = getattr(first, name), getattr(group, name)
             if wanted != found:
                 raise ConfigError(
-                    f"{name}: {first.worker_id} has {wanted!r}, {group.worker_id} has {found!r}; the cache of one could "
-                    f"not be read by the other: set {name} once, at the top of the file"
+                    f"{name}: {first.worker_id} has {wanted!r}, {group.worker_id} has {found!r}; one could not "
+                    f"read the other's cache: set {name} once, at the top of the file"
                 )
 
 

@@ -1,0 +1,154 @@
+"""The `isthmus` command. Each verb's module is imported when the verb is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from engine.flags import ConfigError
+
+VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
+
+
+def verb(name: str, summary: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Register a function of the remaining arguments as `isthmus <name>`."""
+
+    def register(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        VERBS[name] = (summary, function)
+        return function
+
+    return register
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; return its exit code: 0 well, 1 failed, 2 wrong usage or configuration."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in VERBS:
+        print(f"isthmus: no such command: {name}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    try:
+        return VERBS[name][1](rest)
+    except ConfigError as error:
+        print(f"isthmus {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+@verb("up", "start a cluster from a YAML file and watch it until Ctrl-C")
+def _up(argv: list[str]) -> int:
+    from deploy.config import add_cluster_flags, load_cluster_config
+
+    parser = _parser("up", "Start Ray, the worker groups and the router; show them getting ready; stop with Ctrl-C.")
+    add_cluster_flags(parser)
+    config = load_cluster_config(parser.parse_args(argv), os.environ)
+    from deploy.cluster import up
+    from deploy.progress import Progress
+
+    return up(config, environ=os.environ, progress=Progress())
+
+
+@verb("status", "show the running clusters: workers, states, pids, NUMA, lanes, load")
+def _status(argv: list[str]) -> int:
+    from deploy.status import status
+
+    parser = _parser("status", "Show the running clusters of this user.")
+    parser.add_argument("--port", type=int, help="only the cluster whose router listens there")
+    parser.add_argument("--json", action="store_true", help="print the router's /topology as it is")
+    args = parser.parse_args(argv)
+    return status(port=args.port, as_json=args.json, environ=os.environ)
+
+
+@verb("down", "stop a running cluster and wait until nothing of it is left")
+def _down(argv: list[str]) -> int:
+    from deploy.status import down
+
+    parser = _parser("down", "Stop a cluster: drain it, and kill it if it has not ended in time.")
+    parser.add_argument("--port", type=int, help="the cluster whose router listens there; needed if several run")
+    parser.add_argument("--all", action="store_true", help="every cluster of this user")
+    parser.add_argument(
+        "--timeout", type=float, default=90.0, metavar="SECONDS", help="before it is killed (default 90)"
+    )
+    args = parser.parse_args(argv)
+    return down(port=args.port, every=args.all, timeout_s=args.timeout, environ=os.environ)
+
+
+@verb("plan", "print what `up` would run where, and the memory arithmetic, without starting anything")
+def _plan(argv: list[str]) -> int:
+    from deploy.config import add_cluster_flags, load_cluster_config
+    from deploy.status import print_plan
+
+    parser = _parser("plan", "Print placement, cache layout and memory plan, and where each setting came from.")
+    add_cluster_flags(parser)
+    print_plan(load_cluster_config(parser.parse_args(argv), os.environ))
+    return 0
+
+
+@verb("check", "verify that a cluster could start here: names, port, model, memory, CPUs and GPUs")
+def _check(argv: list[str]) -> int:
+    from deploy.config import add_cluster_flags, load_cluster_config
+    from deploy.preflight import check
+
+    parser = _parser("check", "Run the checks that `up` runs before it starts anything.")
+    add_cluster_flags(parser)
+    config = load_cluster_config(parser.parse_args(argv), os.environ)
+    found = check(config)
+    gpus = f", {len(found.topology.gpus)} GPUs" if found.topology.gpus else ""
+    print(f"ok: {len(config.groups)} groups fit on {len(found.topology.nodes)} NUMA node(s){gpus}")
+    return 0
+
+
+@verb("router", "run a router by hand, = python -m router")
+def _router(argv: list[str]) -> int:
+    from router.__main__ import main as run
+
+    return run(argv)
+
+
+@verb("prefill-worker", "run a prefill worker by hand (leader and ranks), = python -m prefill_worker")
+def _prefill_worker(argv: list[str]) -> int:
+    from prefill_worker.__main__ import main as run
+
+    return run(_with_model_folder(argv))
+
+
+@verb("decode-worker", "run a decode worker by hand (leader and ranks), = python -m decode_worker")
+def _decode_worker(argv: list[str]) -> int:
+    from decode_worker.__main__ import main as run
+
+    return run(_with_model_folder(argv))
+
+
+def _with_model_folder(argv: list[str]) -> list[str]:
+    """Replace the name dsv4-tiny by its folder, written if need be: workers know folders only."""
+    from deploy.tiny_model import NAME, ensure_tiny_model
+
+    return [str(ensure_tiny_model(os.environ)) if word == NAME else word for word in argv]
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"isthmus {name}",
+        description=description,
+        epilog="Every setting can come from a flag, from ISTHMUS_<NAME> in the environment, or from the YAML file; "
+        "the first of these that is given wins."
+        if name in ("up", "plan", "check")
+        else None,
+        allow_abbrev=False,
+    )
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (summary, _) in VERBS.items()]
+    return "\n".join(["usage: isthmus COMMAND [...]      (COMMAND --help says more)", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

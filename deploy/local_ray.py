@@ -1,0 +1,87 @@
+"""Starting and ending the Ray that a cluster runs on: private to it, on loopback, with files in its own folder only.
+
+Settings are environment variables that Ray reads when it is first imported, so nothing above imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from engine.numa import NumaTopology
+
+OBJECT_STORE_BYTES = 100 << 20  # we pass nothing through it; Ray wants at least 75 MiB
+NAMESPACE = "isthmus"
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    # its out-of-memory killer would choose a rank; our memory is planned
+    "RAY_memory_monitor_refresh_ms": "0",
+    # we choose GPUs by NUMA node; Ray would hide them from an actor that asks it for none
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # a head that is gone for a minute is no reason to end every process
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+}
+
+
+def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, str], address: str = "") -> None:
+    """Start a private Ray below `folder`, or join the one at `address`.
+
+    Ray refuses processes without the cluster's token. A private Ray gets a token of its own in the environment, so
+    that neither a file in the home folder nor another cluster's token matters; a joined one uses the user's token.
+    """
+    environ.update(_ENVIRONMENT)
+    if not address:
+        environ["RAY_AUTH_MODE"] = "token"
+        environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        environ.pop("RAY_AUTH_TOKEN_PATH", None)
+        environ.pop("RAY_ADDRESS", None)
+    import ray
+
+    common: dict[str, Any] = {
+        "namespace": f"{NAMESPACE}-{os.getpid()}",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }
+    if address:
+        ray.init(address=address, **common)
+        return
+    nodes = {f"numa:{node.id}": 1.0 for node in topology.nodes}
+    if topology.is_single:
+        nodes = {"numa:0": 1.0, "numa:1": 1.0}
+    ray.init(
+        # no CPUs to hand out, hence no idle processes kept ready for them
+        num_cpus=0,
+        num_gpus=0,
+        resources=nodes,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder),
+        **common,
+    )
+
+
+def runtime_environment(cpus: str, node: int, *, topology: NumaTopology) -> dict[str, Any]:
+    """Return the runtime_env that starts a process on its node from the first instruction, or {} if that can't be.
+
+    numactl given a node that does not exist ends at once, and Ray would start it again for ever: so it is tried here
+    first. Without numactl, and on one node, the process binds itself (engine.numa.bind).
+    """
+    numactl = shutil.which("numactl")
+    if not numactl or topology.is_single or node < 0 or not cpus:
+        return {}
+    prefix = [numactl, f"--physcpubind={cpus}", f"--membind={node}"]
+    trial = subprocess.run([*prefix, "true"], capture_output=True, check=False, timeout=10)
+    if trial.returncode != 0:
+        return {}
+    return {"py_executable": " ".join([*prefix, sys.executable])}

@@ -1,0 +1,53 @@
+"""What `isthmus up` prints: one line per event with the seconds since the start; colour only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from deploy.config import ClusterConfig
+
+
+class Progress:
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._begun = time.monotonic()
+
+    def say(self, text: str) -> None:
+        self._line(escape(text))
+
+    def problem(self, text: str) -> None:
+        self._line(f"[bold red]{escape(text)}[/]")
+
+    def ready(self, config: ClusterConfig, topology: dict[str, Any], log_dir: Path) -> None:
+        """Say that the cluster serves, on what, and how to try it."""
+        numa = {rank["numa"]["status"] for worker in topology.get("workers", []) for rank in worker.get("ranks", [])}
+        lanes = {f"{pair['transport']} over {pair['lane']}" for pair in topology.get("pairs", []) if pair.get("lane")}
+        facts = [config.served_model_name, *sorted(lanes)]
+        if numa:
+            facts.append("NUMA " + ", ".join(sorted(numa)))
+        self._line(f"[bold green]ready[/] at {config.router.url} ({escape('; '.join(facts))})")
+        self._console.print(f"\n  {escape(example_request(config, has_tokenizer=has_tokenizer(config)))}\n")
+        self._console.print(f"  logs: {escape(str(log_dir))}    isthmus status    Ctrl-C stops it\n")
+
+    def _line(self, markup: str) -> None:
+        self._console.print(f"[dim]{time.monotonic() - self._begun:6.1f} s[/]  {markup}")
+
+
+def has_tokenizer(config: ClusterConfig) -> bool:
+    return (Path(config.model) / "tokenizer.json").is_file()
+
+
+def example_request(config: ClusterConfig, *, has_tokenizer: bool) -> str:
+    """Return a curl command that the cluster will answer."""
+    body: dict[str, Any] = {"model": config.served_model_name, "max_tokens": 16}
+    if has_tokenizer:
+        route, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
+    else:
+        route, body["prompt"] = "completions", [0, 5, 6, 7]
+    return f"curl {config.router.url}/v1/{route} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"

@@ -1,0 +1,124 @@
+"""`isthmus status`, `isthmus down` and `isthmus plan`: what runs, its end, and what would run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from deploy import preflight, state
+from deploy.config import ClusterConfig
+from deploy.state import ClusterState
+from engine.flags import ConfigError
+
+_console = Console(highlight=False, soft_wrap=True)
+
+
+def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> int:
+    """Print every running cluster, or the one on `port`; return 1 if there is none."""
+    clusters = [cluster for cluster in state.running(environ) if port in (None, cluster.port)]
+    if not clusters:
+        _console.print("no cluster is running" + (f" on port {port}" if port else ""))
+        return 1
+    for cluster in clusters:
+        topology = _get(f"{cluster.url}/topology")
+        if as_json:
+            print(json.dumps(topology or {}, indent=1))
+            continue
+        _console.print(f"{cluster.url}  pid {cluster.pid}  {cluster.source}  {cluster.model}  logs {cluster.log_dir}")
+        if topology is None:
+            _console.print("  the router does not answer (yet)")
+            continue
+        _console.print(_worker_table(topology))
+        for pair in topology.get("pairs", []):
+            lane = f"{pair.get('transport', '')} over {pair.get('lane') or '(no lane yet)'}"
+            _console.print(f"  {pair['prefill']} -> {pair['decode']}: {pair['state']}, {lane}")
+    return 0
+
+
+def down(*, port: int | None, every: bool, timeout_s: float, environ: Mapping[str, str]) -> int:
+    """Stop clusters by SIGTERM, wait, kill what is left. Raises ConfigError if it is unclear which one is meant."""
+    clusters = state.running(environ)
+    chosen = clusters if every else [cluster for cluster in clusters if port in (None, cluster.port)]
+    if not chosen:
+        _console.print("no cluster is running" + (f" on port {port}" if port else ""))
+        return 0 if every else 1
+    if len(chosen) > 1 and not every:
+        ports = ", ".join(str(cluster.port) for cluster in chosen)
+        raise ConfigError(f"--port: several clusters run (ports {ports}); name one, or use --all")
+    return max(_stop(cluster, timeout_s, environ) for cluster in chosen)
+
+
+def print_plan(config: ClusterConfig) -> None:
+    """Print what `up` would run, with the arithmetic and the origin of each setting that is not a default."""
+    found = preflight.check(config, needs_port=False)
+    _console.print(f"{config.served_model_name} from {config.model}   (configuration: {config.source})")
+    _console.print(f"router    {config.router.url}")
+    for placement, plan in zip(found.placements, found.plans, strict=True):
+        group = placement.config
+        port = f"port {group.port}" if group.port else "a free port"
+        _console.print(
+            f"\n{group.worker_id}: 1 leader on {group.host}, {port}; {group.ranks} rank(s) on {group.device}"
+        )
+        _console.print(f"  {placement.describe()}")
+        _console.print(plan.table())
+        given = {name: origin for name, origin in config.origins[group.worker_id].items() if origin != "default"}
+        for name, origin in given.items():
+            _console.print(f"  {name:<22} {getattr(group, name)!s:<14} {origin}")
+
+
+def _worker_table(topology: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    for column in ("worker", "state", "leader", "ranks", "NUMA", "running", "waiting", "free blocks", "landings"):
+        table.add_column(column)
+    for worker in topology.get("workers", []):
+        ranks = worker.get("ranks", [])
+        places = {f"{rank['numa']['status']} node {rank['numa']['node']}" for rank in ranks}
+        stats = (_get(f"{worker['url']}/info") or {}).get("stats", {})
+        table.add_row(
+            worker["id"],
+            worker["state"],
+            f"pid {worker['leader_pid']}",
+            ", ".join(f"{rank['rank']}: pid {rank['pid']} {rank['device']}" for rank in ranks),
+            ", ".join(sorted(places)),
+            *(str(stats.get(name, 0)) for name in ("num_running", "num_waiting", "free_blocks", "open_landings")),
+        )
+    return table
+
+
+def _stop(cluster: ClusterState, timeout_s: float, environ: Mapping[str, str]) -> int:
+    process = cluster.process
+    if process is None:
+        return 0
+    family = [process, *process.children(recursive=True)]
+    _console.print(f"stopping {cluster.url} (pid {cluster.pid})")
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    while cluster.process is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if cluster.process is None:
+        _console.print("stopped")
+        return 0
+    _console.print(f"not stopped after {timeout_s:g} s: killed")
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=10)
+    state.running(environ)
+    return 1
+
+
+def _get(url: str) -> dict[str, Any] | None:
+    try:
+        reply = httpx.get(url, timeout=5, trust_env=False)
+        return dict(reply.json()) if reply.status_code == 200 else None
+    except (httpx.HTTPError, ValueError):
+        return None
