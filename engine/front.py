@@ -217,9 +217,7 @@ async def until_disconnected(request: Request) -> None:
         pass
 
 
-def command(
-    path: str, kind: type[M], handler: Callable[[M, Request], Awaitable[protocol.Message]]
-) -> Route:
+def command(path: str, kind: type[M], handler: Callable[[M, Request], Awaitable[protocol.Message]]) -> Route:
     """Return a POST route that decodes a `kind`, awaits `handler` and encodes its answer or error."""
 
     async def respond(request: Request) -> Response:

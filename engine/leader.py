@@ -1,7 +1,7 @@
 """The leader process of a worker group: makes the rings, starts ranks if asked to, serves HTTP, drains, ends.
 
-    run_dir/leader.json    where the leader is: url, pid, generation, and where its rings are
-    run_dir/config.json    the group's EngineConfig, for ranks that the leader spawns
+run_dir/leader.json    where the leader is: url, pid, generation, and where its rings are
+run_dir/config.json    the group's EngineConfig, for ranks that the leader spawns
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.front import Front
 from engine.loop import EngineLoop
 from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.config import DeepSeekV4Config, model_fingerprint
+from engine.model.config import DeepSeekV4Config, load_config, model_fingerprint
 from engine.ring import LeaderEnd
 from router import protocol
 
@@ -86,7 +86,7 @@ class _Leader:
     async def main(self, stop: threading.Event | None) -> int:
         config = self._config
         numa.bind(node=config.numa_node, cpus=config.cpus)
-        model = DeepSeekV4Config.from_folder(config.model)
+        model = load_config(config.model)
         plan = plan_memory(config, model)
         end = LeaderEnd(config.ranks)
         generation = time.time_ns()
@@ -101,9 +101,7 @@ class _Leader:
                 num_blocks=plan.num_blocks,
                 vocab_size=model.vocab_size,
             ),
-            fingerprints=protocol.Fingerprints(
-                model=model_fingerprint(config.model), layout=plan.layout.fingerprint()
-            ),
+            fingerprints=protocol.Fingerprints(model=model_fingerprint(config.model), layout=plan.layout.fingerprint()),
             stats=lambda: asyncio.wrap_future(loop.call(lambda worker: worker.stats())),
         )
         loop: EngineLoop[Any] = EngineLoop(end, front)
@@ -204,7 +202,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as e:
-        raise SystemExit(f"cannot listen on {host}:{port}: {e.strerror}; choose another --port (0 takes a free one)") from e
+        raise SystemExit(
+            f"cannot listen on {host}:{port}: {e.strerror}; choose another --port (0 takes a free one)"
+        ) from e
     listener.listen(1024)
     listener.setblocking(False)
     return listener

@@ -21,7 +21,7 @@ class PlanMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 # ---------------------------------------------------------------- leader -> rank
 
 
-class SequenceStart(PlanMessage):
+class SequenceStart(PlanMessage, frozen=True, kw_only=True):
     """A sequence enters: from now on `seq` stands for it. seq numbers are never used twice.
 
     token_ids: the prompt, needed by penalties, then outputs known so far (the last `num_outputs`).
@@ -36,7 +36,7 @@ class SequenceStart(PlanMessage):
     num_outputs: int = 0
 
 
-class SequenceStep(PlanMessage, array_like=True):
+class SequenceStep(PlanMessage, frozen=True, kw_only=True, array_like=True):
     """Run `token_ids` at positions start.. of a sequence; sample one token after the last if `sample`."""
 
     seq: int
@@ -46,7 +46,7 @@ class SequenceStep(PlanMessage, array_like=True):
     sample: bool
 
 
-class StepPlan(PlanMessage):
+class StepPlan(PlanMessage, frozen=True, kw_only=True):
     """One run of the model. `ends` leave first, then `starts` enter, then `steps` run (there may be none)."""
 
     number: int
@@ -55,7 +55,7 @@ class StepPlan(PlanMessage):
     ends: list[int] = []
 
 
-class PushPlan(PlanMessage):
+class PushPlan(PlanMessage, frozen=True, kw_only=True):
     """Write blocks `first`..`last`-1 (indices into the sequence's block list) of a sequence into its landing.
 
     block_ids, slot: the source. With is_last also the slot's record goes, and the notification with the first token.
@@ -71,31 +71,31 @@ class PushPlan(PlanMessage):
     first_token: int = -1
 
 
-class CancelPush(PlanMessage):
+class CancelPush(PlanMessage, frozen=True, kw_only=True):
     """Start no further write for this landing; when those under way have ended, say drained to the peer."""
 
     landing: Landing
 
 
-class ConnectPeer(PlanMessage):
+class ConnectPeer(PlanMessage, frozen=True, kw_only=True):
     """Connect to the decode rank behind `endpoint` (this prefill rank writes to it) and warm the lane."""
 
     endpoint: bytes
 
 
-class DisconnectPeer(PlanMessage):
+class DisconnectPeer(PlanMessage, frozen=True, kw_only=True):
     """Forget every agent of that decode generation."""
 
     generation: int
 
 
-class PumpHint(PlanMessage):
+class PumpHint(PlanMessage, frozen=True, kw_only=True):
     """How many landings are open: the rank looks for notifications often while there are any."""
 
     open_landings: int
 
 
-class Shutdown(PlanMessage):
+class Shutdown(PlanMessage, frozen=True, kw_only=True):
     """End the process after transfers under way have ended."""
 
 
@@ -105,7 +105,7 @@ LeaderMessage = StepPlan | PushPlan | CancelPush | ConnectPeer | DisconnectPeer 
 # ---------------------------------------------------------------- rank -> leader
 
 
-class RankProgress(PlanMessage):
+class RankProgress(PlanMessage, frozen=True, kw_only=True):
     """Where the rank is on its way to ready."""
 
     rank: int
@@ -113,7 +113,7 @@ class RankProgress(PlanMessage):
     detail: str = ""
 
 
-class RankReady(PlanMessage):
+class RankReady(PlanMessage, frozen=True, kw_only=True):
     """The rank can take plans. endpoint: encoded kv_transfer Endpoint."""
 
     rank: int
@@ -125,7 +125,7 @@ class RankReady(PlanMessage):
     model_fingerprint: str
 
 
-class StepResult(PlanMessage):
+class StepResult(PlanMessage, frozen=True, kw_only=True):
     """Tokens of step `number`, (seq, token_id) for each sequence that sampled.
 
     failed: sequences whose own computation failed (seq, reason); the others are unharmed.
@@ -137,7 +137,7 @@ class StepResult(PlanMessage):
     failed: list[tuple[int, str]] = []
 
 
-class PushDone(PlanMessage):
+class PushDone(PlanMessage, frozen=True, kw_only=True):
     """One push ended, or, with drained, the landing will never be written again by this rank.
 
     status "undelivered": the drained word could not be sent, the leader must say it by HTTP.
@@ -154,7 +154,7 @@ class PushDone(PlanMessage):
     error: str = ""
 
 
-class PeerLinked(PlanMessage):
+class PeerLinked(PlanMessage, frozen=True, kw_only=True):
     """Outcome of ConnectPeer."""
 
     rank: int
@@ -165,7 +165,7 @@ class PeerLinked(PlanMessage):
     error: str = ""
 
 
-class Arrived(PlanMessage):
+class Arrived(PlanMessage, frozen=True, kw_only=True):
     """A notification came in at a decode rank: encoded kv_transfer Notification, unread."""
 
     rank: int
@@ -173,7 +173,7 @@ class Arrived(PlanMessage):
     notification: bytes
 
 
-class RankFailed(PlanMessage):
+class RankFailed(PlanMessage, frozen=True, kw_only=True):
     """The rank can't go on; it ends after this."""
 
     rank: int

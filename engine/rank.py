@@ -24,7 +24,7 @@ from engine import plan as messages
 from engine.config import EngineConfig
 from engine.leader import LeaderAddress
 from engine.memory_plan import plan_memory
-from engine.model.config import DeepSeekV4Config
+from engine.model.config import load_config
 from engine.ring import PeerGone, Waiter, open_rank_end
 from kv_transfer.landing import encode
 
@@ -95,12 +95,14 @@ class RankProcess:
         from engine.runner import ModelRunner
 
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-        plan = plan_memory(config, DeepSeekV4Config.from_folder(config.model))
+        plan = plan_memory(config, load_config(config.model))
         self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots)
         self._runner.load(lambda text: self._progress("loading", text))
         if config.pool_poison:
             self._runner.cache.poison()
-        self._progress("linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}")
+        self._progress(
+            "linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}"
+        )
         endpoint = self._open_transport()
         self.send(
             messages.RankReady(
@@ -142,9 +144,7 @@ class RankProcess:
         match message:
             case messages.StepPlan():
                 tokens, failed = self._runner.run(message)
-                self.send(
-                    messages.StepResult(rank=self._rank, number=message.number, tokens=tokens, failed=failed)
-                )
+                self.send(messages.StepResult(rank=self._rank, number=message.number, tokens=tokens, failed=failed))
             case messages.PumpHint():
                 self._open_landings = message.open_landings
             case messages.Shutdown():

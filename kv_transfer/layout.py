@@ -117,7 +117,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return -(-num_tokens // self.block_tokens)
 
 
-def make_group(name: str, unit: Literal["block", "slot"], regions: list[tuple[str, int, int, RowFormat, int]]) -> CacheGroup:
+def make_group(
+    name: str, unit: Literal["block", "slot"], regions: list[tuple[str, int, int, RowFormat, int]]
+) -> CacheGroup:
     """Build a group from (name, layers, rows, format, width) of each region, offsets following one another."""
     placed: list[Region] = []
     offset = 0

@@ -58,7 +58,8 @@ def _build(context: LeaderContext) -> list[Route]:
         await asyncio.wrap_future(loop.call(lambda worker: worker.accept(message, on_result)))
         gone = asyncio.ensure_future(until_disconnected(request))
         try:
-            await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {result, gone}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
                 abort = protocol.AbortRequest(request_id=message.request_id)
                 await asyncio.wrap_future(loop.call(lambda worker: worker.abort(abort)))
@@ -80,7 +81,7 @@ def _build(context: LeaderContext) -> list[Route]:
         await asyncio.wrap_future(loop.call(lambda worker: worker.link(message, on_result)))
         try:
             return await asyncio.wait_for(result, _LINK_TIMEOUT_S)
-        except asyncio.TimeoutError as e:
+        except TimeoutError as e:
             raise errors.TransferFailed(f"no link to {message.worker_id} within {_LINK_TIMEOUT_S:.0f} s") from e
 
     async def unlink(message: protocol.WriterLost, _: Request) -> protocol.Message:

@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of every wire message: immutable, named fields, defaults left out."""
 
 
-class SamplingParams(Message):
+class SamplingParams(Message, frozen=True, kw_only=True):
     """How to choose tokens, and when to stop. Validated by the router; carried unchanged to the sampler.
 
     temperature 0 is greedy. top_k 0 is off. `seed` is always set: the router draws one if the client did not.
@@ -76,7 +76,7 @@ class SamplingParams(Message):
     ignore_eos: bool = False
 
 
-class ErrorBody(Message):
+class ErrorBody(Message, frozen=True, kw_only=True):
     """Why a call failed. `message` says what was wanted, what was found and what to change."""
 
     code: ErrorCode
@@ -84,14 +84,14 @@ class ErrorBody(Message):
     retry_after_s: float = 0.0
 
 
-class Ack(Message):
+class Ack(Message, frozen=True, kw_only=True):
     """Nothing to say but that it was done."""
 
 
 # ---------------------------------------------------------------- one request
 
 
-class ReserveRequest(Message):
+class ReserveRequest(Message, frozen=True, kw_only=True):
     """Hold a landing at decode: all that decode needs but the first token.
 
     prompt_token_ids: the prompt and, when a request is resumed, the tokens already emitted; the last
@@ -107,13 +107,13 @@ class ReserveRequest(Message):
     writer_generation: int = 0
 
 
-class ReserveReply(Message):
+class ReserveReply(Message, frozen=True, kw_only=True):
     """`landing` is opaque to the router: it passes it to the prefill worker as it is."""
 
     landing: bytes
 
 
-class PrefillRequest(Message):
+class PrefillRequest(Message, frozen=True, kw_only=True):
     """Compute the prompt, sample one token, push the cache into `landing`.
 
     landing None: the answer ends with its first token (max_tokens 1), so there is nothing to push.
@@ -127,7 +127,7 @@ class PrefillRequest(Message):
     timeout_s: float = 600.0
 
 
-class PrefillResult(Message):
+class PrefillResult(Message, frozen=True, kw_only=True):
     """Output token 0. With a finish_reason the request is over and decode's landing must be released.
 
     queue_s, compute_s: seconds waiting at this worker, and from first chunk to first token.
@@ -143,7 +143,7 @@ class PrefillResult(Message):
     compute_s: float = 0.0
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True, kw_only=True):
     """End a request wherever it is in this worker. Unknown ids are no error.
 
     At decode, `drained` says that no write into the landing is under way or will ever start.
@@ -156,21 +156,21 @@ class AbortRequest(Message):
     landing: bytes | None = None
 
 
-class AbortReply(Message):
+class AbortReply(Message, frozen=True, kw_only=True):
     """known: the request was here. drained: no write for it is under way or will ever start."""
 
     known: bool
     drained: bool
 
 
-class DrainedNotice(Message):
+class DrainedNotice(Message, frozen=True, kw_only=True):
     """The writer of landing `key` of decode generation `generation` will not touch it any more."""
 
     key: int
     generation: int
 
 
-class WriterLost(Message):
+class WriterLost(Message, frozen=True, kw_only=True):
     """The worker with this generation is known to be dead: whatever it held or wrote is void."""
 
     generation: int
@@ -179,7 +179,7 @@ class WriterLost(Message):
 # ---------------------------------------------------------------- linking
 
 
-class Fingerprints(Message):
+class Fingerprints(Message, frozen=True, kw_only=True):
     """Must be equal on both sides. model: config and tensor table; layout: cache geometry."""
 
     model: str
@@ -187,7 +187,7 @@ class Fingerprints(Message):
     protocol: int = PROTOCOL_VERSION
 
 
-class LinkRequest(Message):
+class LinkRequest(Message, frozen=True, kw_only=True):
     """Connect to every rank of a decode worker and warm each lane with a small write.
 
     endpoints: one opaque kv_transfer Endpoint per decode rank.
@@ -200,7 +200,7 @@ class LinkRequest(Message):
     endpoints: list[bytes]
 
 
-class LinkReply(Message):
+class LinkReply(Message, frozen=True, kw_only=True):
     """transport: "nixl", "local", ...; lane: what the bytes really travel on ("cma", "tcp", "cuda_ipc", ...)."""
 
     transport: str
@@ -211,7 +211,7 @@ class LinkReply(Message):
 # ---------------------------------------------------------------- what a worker says of itself
 
 
-class NumaBinding(Message):
+class NumaBinding(Message, frozen=True, kw_only=True):
     """status: bound (verified on memory pages), simulated (one node: CPUs split only) or unverified."""
 
     status: Literal["bound", "simulated", "unverified"]
@@ -220,14 +220,14 @@ class NumaBinding(Message):
     evidence: str = ""
 
 
-class RankInfo(Message):
+class RankInfo(Message, frozen=True, kw_only=True):
     rank: int
     pid: int
     device: str
     numa: NumaBinding
 
 
-class Limits(Message):
+class Limits(Message, frozen=True, kw_only=True):
     """What this worker can take. max_model_len: prompt and output tokens of one request."""
 
     max_model_len: int
@@ -238,7 +238,7 @@ class Limits(Message):
     vocab_size: int
 
 
-class WorkerStats(Message):
+class WorkerStats(Message, frozen=True, kw_only=True):
     """Gauges of this moment. queued_tokens: prompt tokens accepted but not computed yet.
 
     free_blocks: not held, not quarantined and not promised to a running request's growth.
@@ -261,7 +261,7 @@ class WorkerStats(Message):
     stale_messages: int = 0
 
 
-class WorkerInfo(Message, omit_defaults=False):
+class WorkerInfo(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Everything the router and /topology show of a worker. endpoints: one per rank, empty until loaded."""
 
     id: str
@@ -284,9 +284,10 @@ class WorkerInfo(Message, omit_defaults=False):
 # ---------------------------------------------------------------- the event stream
 
 
-class SequenceOutput(Message):
+class SequenceOutput(Message, frozen=True, kw_only=True):
     """Tokens of one request in one step. `index` is the output index of the first: prefill's token is 0.
 
+    When a request is resumed, its `num_prior_outputs` tokens count: prefill's token then has that index.
     With an error the request is over and no token of it may be trusted beyond those already sent.
     """
 
@@ -297,7 +298,7 @@ class SequenceOutput(Message):
     error: ErrorBody | None = None
 
 
-class StreamFrame(Message):
+class StreamFrame(Message, frozen=True, kw_only=True):
     """One frame per step that produced something, and one every second when idle.
 
     number counts from 1 in a worker's life; a reader that reconnects asks for the next one it lacks.
