@@ -72,9 +72,7 @@ def _down(argv: list[str]) -> int:
     parser = _parser("down", "Stop a cluster: drain it, and kill it if it has not ended in time.")
     parser.add_argument("--port", type=int, help="the cluster whose router listens there; needed if several run")
     parser.add_argument("--all", action="store_true", help="every cluster of this user")
-    parser.add_argument(
-        "--timeout", type=float, default=90.0, metavar="SECONDS", help="before it is killed (default 90)"
-    )
+    parser.add_argument("--timeout", type=float, default=90.0, metavar="SECONDS", help="until it is killed (90)")
     args = parser.parse_args(argv)
     return down(port=args.port, every=args.all, timeout_s=args.timeout, environ=os.environ)
 

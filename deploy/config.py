@@ -4,7 +4,7 @@
     kv_cache_dtype: fp32
     prefill: {numa_node: 0}      # ... and may be overridden per role; a list makes several groups of that role
     decode: {numa_node: 1}
-    router: {port: 8000}         # flags of `python -m router`, with underscores
+    router: {port: 8000}         # fields of RouterConfig, the flags of `python -m router`
     supervisor: {max_restarts: 3}
 
 Precedence per field: --prefill-X, --X, ISTHMUS_PREFILL_X, ISTHMUS_X, YAML section, YAML top, default.
@@ -25,6 +25,7 @@ import yaml
 from deploy import tiny_model
 from engine.config import EngineConfig
 from engine.flags import FIELDS, ConfigError, Layer, add_engine_flags, environment_layer, require_known, resolve
+from router.config import RouterConfig
 from router.protocol import WorkerRole
 
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
@@ -32,11 +33,14 @@ DEFAULT_YAML = "tiny.yaml"
 
 # they belong to one process: at the top of the file host and port are the router's
 _PER_GROUP = ("worker_id", "host", "port")
+# `up` says these itself
+_GIVEN_TO_ROUTER = ("model", "served_model_name", "prefill", "decode", "host", "port")
+_ROUTER_OPTIONS = tuple(name for name in RouterConfig.__struct_fields__ if name not in _GIVEN_TO_ROUTER)
 _SHARED = tuple(field.name for field in FIELDS if field.name not in _PER_GROUP)
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """options: further flags of `python -m router`, by name with underscores."""
+    """options: further fields of RouterConfig."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -94,12 +98,13 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     router.add_argument("--host", default=argparse.SUPPRESS, help="address of the API (default 127.0.0.1)")
     router.add_argument("--port", default=argparse.SUPPRESS, help="port of the API (default 8000)")
     add_engine_flags(parser, without=_PER_GROUP)
-    twins = parser.add_argument_group("one role only", "any flag above but the router's, as --prefill-X or --decode-X")
-    for role in ROLES:
-        for field in FIELDS:
-            name = f"{role}_{field.name}"
-            flag = "--" + name.replace("_", "-")
-            twins.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    twins = parser.add_argument_group(
+        "one role only",
+        "any worker flag above as --prefill-X or --decode-X, and any flag of `isthmus router` as --router-X",
+    )
+    names = [f"{role}_{field.name}" for role in ROLES for field in FIELDS]
+    for name in [*names, *(f"router_{option}" for option in _ROUTER_OPTIONS)]:
+        twins.add_argument("--" + name.replace("_", "-"), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def load_cluster_config(args: argparse.Namespace, environ: Mapping[str, str]) -> ClusterConfig:
@@ -215,8 +220,26 @@ def _router_settings(
             if value is not None:
                 found[name] = _port(value, origin) if name == "port" else str(value)
                 break
-    options = {str(key): value for key, value in section.items() if key not in ("host", "port")}
-    return RouterSettings(options=options, **found)
+    return RouterSettings(options=_router_options(section, flags, environ, path), **found)
+
+
+def _router_options(
+    section: Mapping[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str], path: str
+) -> dict[str, Any]:
+    for name in section:
+        require_known(str(name), ["host", "port", *_ROUTER_OPTIONS], where=f"{path}, router")
+    options: dict[str, Any] = {}
+    for name in _ROUTER_OPTIONS:
+        if (flag := flags.get(f"router_{name}")) is not None:
+            options[name] = flag
+        elif not environ.get(f"ISTHMUS_{name.upper()}") and section.get(name) is not None:
+            options[name] = section[name]  # the router reads the environment itself
+    sample = {"model": "m", "prefill": ["http://p"], "decode": ["http://d"]}
+    try:
+        msgspec.convert({**sample, **options}, RouterConfig, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"router ({path}): {error}") from None
+    return options
 
 
 def _port(value: object, origin: str) -> int:

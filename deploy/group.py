@@ -45,7 +45,7 @@ class Member:
 
 
 class Group:
-    """Owns the actors of one worker group over all its lives; `port` stays the same, so that the router finds it again."""
+    """Owns the actors of one worker group over all its lives; `port` stays, so that the router finds it again."""
 
     def __init__(
         self, placement: Placement, *, run_dir: Path, log_dir: Path, topology: NumaTopology, is_private: bool

@@ -17,7 +17,7 @@ from engine.numa import NumaTopology, format_cpu_list, parse_cpu_list
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """config: with `cpus` filled in if the group is pinned. gpus: CUDA indices in PCI order, one per rank, () on CPU.
+    """config: with `threads` filled in, and `cpus` if the group is pinned. gpus: CUDA indices in PCI order, one per rank, () on CPU.
 
     threads: of each rank's arithmetic.
     """
@@ -57,11 +57,12 @@ def place(groups: tuple[EngineConfig, ...], topology: NumaTopology) -> tuple[Pla
         if group.device.startswith("cuda"):
             gpus = _take_gpus(group, topology, free_gpus)
         num_cpus = len(cpus) or len(all_cpus)
+        threads = group.threads or max(1, num_cpus // group.ranks)
         placements.append(
             Placement(
-                config=msgspec.structs.replace(group, cpus=format_cpu_list(cpus)),
+                config=msgspec.structs.replace(group, cpus=format_cpu_list(cpus), threads=threads),
                 gpus=gpus,
-                threads=group.threads or max(1, num_cpus // group.ranks),
+                threads=threads,
                 is_simulated=bool(cpus) and topology.is_single,
             )
         )

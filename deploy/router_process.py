@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None)
 
 
 class RouterProcess:
-    """Owns one child at a time. It has a session of its own, so that Ctrl-C reaches it in our order, not the shell's."""
+    """Owns one child at a time. Its session is its own, so that Ctrl-C reaches it in our order, not the shell's."""
 
     def __init__(self, config: ClusterConfig, *, log_path: Path, environ: Mapping[str, str]) -> None:
         self._config, self.log_path, self._environ = config, log_path, environ
@@ -74,12 +74,9 @@ def router_flags(config: ClusterConfig, *, prefill: list[str], decode: list[str]
 
 def _flag(name: str, value: Any) -> list[str]:
     flag = "--" + name.replace("_", "-")
-    if value is True:
-        return [flag]
-    if value is False:
-        return []
-    values = value if isinstance(value, list) else [value]
-    return [word for each in values for word in (flag, str(each))]
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    return [flag, str(value)]
 
 
 def _end_with_parent() -> None:
