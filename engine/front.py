@@ -53,7 +53,7 @@ class Front:
         self.reason = ""
         self.num_readers = 0
         self.failed = asyncio.Event()
-        self.became_idle_of_readers_at = 0.0
+        self._last_reader_left_at: float | None = None
         self._ask_stats = stats
         self._ranks: list[messages.RankReady] = []
         self._frames: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=FRAMES_KEPT)
@@ -103,6 +103,13 @@ class Front:
         log.error("failed: %s", reason)
         self.set_state("failed", reason)
         self.failed.set()
+
+    @property
+    def unheard_for_s(self) -> float:
+        """Seconds since the last reader of the stream left; 0 while there is one, or before the first."""
+        if self.num_readers or self._last_reader_left_at is None:
+            return 0.0
+        return self._asyncio.time() - self._last_reader_left_at
 
     def require_ready(self) -> None:
         """Raises NotReady, Draining or WorkerLost unless requests are taken."""
@@ -174,7 +181,7 @@ class Front:
                     await self._news.wait()
         finally:
             self.num_readers -= 1
-            self.became_idle_of_readers_at = self._asyncio.time()
+            self._last_reader_left_at = self._asyncio.time()
 
     # ------------------------------------------------------------ routes
 

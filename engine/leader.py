@@ -22,11 +22,12 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.requests import Request
 from starlette.routing import Route
 
 from engine import numa
 from engine.config import EngineConfig
-from engine.front import Front
+from engine.front import Front, command
 from engine.loop import EngineLoop
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import DeepSeekV4Config, load_config, model_fingerprint
@@ -35,6 +36,7 @@ from router import protocol
 
 log = logging.getLogger(__name__)
 
+_ORPHAN_S = 15.0  # a router that has not come back by then has forgotten its requests
 _FAILED_LINGER_S = 1.0  # a failed leader stays long enough for the router to read why
 
 
@@ -108,6 +110,7 @@ class _Leader:
         listener = _listen(config.host, config.port)
         front.url = f"http://{config.host}:{listener.getsockname()[1]}"
         routes = self._build(LeaderContext(config, plan=plan, model=model, loop=loop, front=front))
+        routes.append(command("/drain", protocol.Ack, self._drain))
         thread = threading.Thread(target=loop.run, name="engine-loop", daemon=True)
         thread.start()
         server = _Server(front, routes, listener)
@@ -134,6 +137,8 @@ class _Leader:
         failed = asyncio.create_task(front.failed.wait())
         while not (self._stopping.is_set() or failed.done() or (stop is not None and stop.is_set())):
             await asyncio.wait({failed}, timeout=0.25)
+            if front.unheard_for_s > _ORPHAN_S:
+                await asyncio.wrap_future(loop.call(lambda worker: worker.abort_all("no router listens any more")))
         if failed.done():
             await asyncio.sleep(_FAILED_LINGER_S)
             return 1
@@ -148,6 +153,10 @@ class _Leader:
         front.set_state("stopped")
         await asyncio.sleep(0.05)  # let readers of the stream see it
         return 0
+
+    async def _drain(self, _: protocol.Ack, __: Request) -> protocol.Message:
+        self._stopping.set()
+        return protocol.Ack()
 
     def _publish_address(self, url: str, generation: int, end: LeaderEnd) -> None:
         self._run_dir.mkdir(parents=True, exist_ok=True)

@@ -120,16 +120,18 @@ class RankProcess:
         config, pools = self._config, self._runner.cache.pool_addresses()
         make = _transport_maker(config, agent=f"{config.worker_id}.{self._rank}.{self._generation}")
         if config.role == "prefill":
-            from engine.transfers import TransferThread
+            from engine.transfers import Transfers, TransferThread
 
             self._transfers = TransferThread(
-                make,
-                pools,
-                layout=self._runner.cache.layout,
-                rank=self._rank,
-                num_ranks=config.ranks,
-                generation=self._generation,
-                emit=self.send,
+                lambda: Transfers(
+                    make(),
+                    pools,
+                    layout=self._runner.cache.layout,
+                    rank=self._rank,
+                    num_ranks=config.ranks,
+                    generation=self._generation,
+                    emit=self.send,
+                )
             )
             return encode(self._transfers.start())
         self._transport = make()

@@ -1,7 +1,7 @@
-"""TransferThread: gives a prefill rank's transport a thread of its own, since a write may block while it copies.
+"""Transfers: what a prefill rank does for the leader's push orders, and TransferThread, which gives it a thread.
 
-Only this thread touches the transport. It takes the leader's push orders from a queue, drives the Writer, and answers
-with `emit`, which must be safe from any thread.
+A write may block while it copies (shared memory lanes do), so the transport has a thread of its own, and only that
+thread touches it. What ended is told with `emit`, which must be safe from any thread.
 
 A chunk is computed before its push is ordered, so what is read here is complete.
 """
@@ -13,6 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+
+from kv_transfer.warm import warm
+from kv_transfer.writer import Writer, WriterEvent
 
 from engine.plan import (
     CancelPush,
@@ -27,8 +30,6 @@ from kv_transfer.landing import Endpoint, Landing, Notification, PoolAddress, de
 from kv_transfer.layout import KVLayout
 from kv_transfer.plan import destinations_of, manifest, plan_push
 from kv_transfer.transport import KvTransport, TransferError
-from kv_transfer.warm import warm
-from kv_transfer.writer import Writer, WriterEvent
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,12 @@ _WARM_TIMEOUT_S = 10.0
 Order = PushPlan | CancelPush | ConnectPeer | DisconnectPeer
 
 
-class TransferThread:
-    """start() registers the pools and returns the endpoint; then `order` at will; `stop` waits for the end."""
+class Transfers:
+    """The orders of a prefill rank carried out on its transport. One thread only; `pump` often while not idle."""
 
     def __init__(
         self,
-        make_transport: Callable[[], KvTransport],
+        transport: KvTransport,
         pools: list[PoolAddress],
         *,
         layout: KVLayout,
@@ -53,64 +54,17 @@ class TransferThread:
         generation: int,
         emit: Callable[[RankMessage], None],
     ) -> None:
-        self._make_transport, self._pools, self._layout = make_transport, pools, layout
+        self._transport, self._layout = transport, layout
         self._rank, self._num_ranks, self._generation, self._emit = rank, num_ranks, generation, emit
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[Endpoint | BaseException] = queue.SimpleQueue()
+        self.endpoint = transport.register(pools, generation=generation, rank=rank)
+        self._writer = Writer(transport)
         self._peers: dict[str, Endpoint] = {}
-        self._transport: KvTransport
-        self._writer: Writer
-        self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
 
-    def start(self) -> Endpoint:
-        self._thread.start()
-        outcome = self._started.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+    @property
+    def is_idle(self) -> bool:
+        return self._writer.is_idle
 
-    def order(self, order: Order) -> None:
-        self._orders.put(order)
-
-    def stop(self) -> None:
-        """End after the writes under way; nothing new is started."""
-        self._orders.put(None)
-        self._thread.join()
-
-    # ------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        try:
-            self._transport = self._make_transport()
-            endpoint = self._transport.register(self._pools, generation=self._generation, rank=self._rank)
-            self._writer = Writer(self._transport)
-        except BaseException as e:
-            self._started.put(e)
-            return
-        self._started.put(endpoint)
-        stopping = False
-        while not (stopping and self._writer.is_idle):
-            for order in self._take():
-                if order is None:
-                    stopping = True
-                else:
-                    self._obey(order)
-            for event in self._writer.pump():
-                self._report(event)
-        self._transport.close()
-
-    def _take(self) -> list[Order | None]:
-        """Return the orders at hand; nap while writes are under way, sleep while there are none."""
-        orders: list[Order | None] = []
-        try:
-            timeout = _IDLE_WAIT_S if self._writer.is_idle else _ACTIVE_NAP_S
-            orders.append(self._orders.get(timeout=timeout))
-            while True:
-                orders.append(self._orders.get_nowait())
-        except queue.Empty:
-            return orders
-
-    def _obey(self, order: Order) -> None:
+    def obey(self, order: Order) -> None:
         match order:
             case PushPlan():
                 self._push(order)
@@ -123,6 +77,14 @@ class TransferThread:
                     if peer.generation == order.generation:
                         del self._peers[agent]
                         self._transport.disconnect(agent)
+
+    def pump(self) -> None:
+        """Drive the writes under way and report what ended."""
+        for event in self._writer.pump():
+            self._report(event)
+
+    def close(self) -> None:
+        self._transport.close()
 
     def _destinations(self, landing: Landing) -> list[str]:
         ranks = destinations_of(self._rank, num_sources=self._num_ranks, num_targets=len(landing.agents))
@@ -190,3 +152,55 @@ class TransferThread:
                 error=event.error,
             )
         )
+
+class TransferThread:
+    """A thread around Transfers: start() returns the endpoint; then `order` at will; `stop` waits for the end."""
+
+    def __init__(self, make: Callable[[], Transfers]) -> None:
+        """make runs on the thread, so that the transport belongs to it from the beginning."""
+        self._make = make
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[Endpoint | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
+
+    def start(self) -> Endpoint:
+        self._thread.start()
+        outcome = self._started.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def order(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def stop(self) -> None:
+        """End after the writes under way; nothing new is started."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            transfers = self._make()
+        except BaseException as e:
+            self._started.put(e)
+            return
+        self._started.put(transfers.endpoint)
+        is_stopping = False
+        while not (is_stopping and transfers.is_idle):
+            for order in self._take(_IDLE_WAIT_S if transfers.is_idle else _ACTIVE_NAP_S):
+                if order is None:
+                    is_stopping = True
+                else:
+                    transfers.obey(order)
+            transfers.pump()
+        transfers.close()
+
+    def _take(self, timeout_s: float) -> list[Order | None]:
+        """Return the orders at hand, waiting for the first."""
+        orders: list[Order | None] = []
+        try:
+            orders.append(self._orders.get(timeout=timeout_s))
+            while True:
+                orders.append(self._orders.get_nowait())
+        except queue.Empty:
+            return orders

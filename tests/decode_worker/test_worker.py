@@ -1,0 +1,168 @@
+"""DecodeWorker: from a landing to tokens on the stream; every ending gives back all it held."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from engine import errors
+from engine.config import EngineConfig
+from engine.plan import Arrived, LeaderMessage, PumpHint, StepPlan, StepResult
+from kv_transfer.landing import Landing, Notification, encode
+from kv_transfer.layout import KVLayout, make_group
+from kv_transfer.plan import manifest
+from router.protocol import AbortRequest, ReserveRequest, SamplingParams, SequenceOutput
+
+LAYOUT = KVLayout(block_tokens=128, groups=(make_group("csa_kv", "block", [("csa_kv", 2, 32, "fp32", 16)]),))
+BLOCKS, SLOTS, GENERATION = 12, 4, 7
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.sent: list[LeaderMessage] = []
+        self.now = 0.0
+        plan = SimpleNamespace(layout=LAYOUT, num_blocks=BLOCKS, num_slots=SLOTS, max_model_len=1000)
+        self.worker = DecodeWorker(
+            EngineConfig(model="m", role="decode", block_size=128, max_num_seqs=2),
+            plan,  # type: ignore[arg-type]
+            vocab_size=100,
+            eos_token_ids=frozenset({1}),
+            generation=GENERATION,
+            leader_url="http://decode",
+            send=self.sent.append,
+            clock=lambda: self.now,
+        )
+        self.worker.landings.agents = ("decode.0",)
+
+    def reserve(self, name: str, tokens: int = 130, **sampling: object) -> Landing:
+        params = SamplingParams(**{"max_tokens": 4, **sampling})  # type: ignore[arg-type]
+        return self.worker.reserve(ReserveRequest(request_id=name, prompt_token_ids=[5] * tokens, sampling=params))
+
+    def arrive(self, landing: Landing, first_token: int = 42) -> None:
+        word = Notification(
+            kind="last",
+            key=landing.key,
+            generation=landing.generation,
+            writer_rank=0,
+            writer_generation=1,
+            first_token=first_token,
+            num_tokens=landing.num_tokens,
+            manifest=manifest(LAYOUT, landing.num_tokens),
+        )
+        self.worker.on_rank_message(Arrived(rank=0, agent="prefill.0", notification=encode(word)))
+
+    def commit(self, plan: StepPlan, token: int = 42) -> None:
+        tokens = [(s.seq, token) for s in plan.steps if s.sample]
+        self.worker.commit(plan, StepResult(rank=0, number=plan.number, tokens=tokens))
+
+    def run(self, steps: int, token: int = 42) -> list[SequenceOutput]:
+        for _ in range(steps):
+            plan = self.worker.schedule()
+            if plan is not None:
+                self.commit(plan, token)
+        return self.worker.take_outputs()
+
+    def is_all_free(self) -> bool:
+        stats = self.worker.stats()
+        return (stats.free_blocks, stats.free_slots) == (BLOCKS, SLOTS) and self.worker.is_idle
+
+
+def test_sequence_goes_on_from_the_token_that_prefill_sampled() -> None:
+    bench = Bench()
+    bench.arrive(bench.reserve("a"), first_token=33)
+    plan = bench.worker.schedule()
+    assert plan is not None
+    [start], [step] = plan.starts, plan.steps
+    assert (start.token_ids[-1], start.num_outputs) == (33, 1)
+    assert (step.start, step.token_ids, step.sample) == (130, [33], True)
+
+
+def test_outputs_are_numbered_from_prefills_token_and_end_at_the_limit() -> None:
+    bench = Bench()
+    bench.arrive(bench.reserve("a"))
+    outputs = bench.run(10)
+    assert [(o.index, o.finish_reason) for o in outputs] == [(1, None), (2, None), (3, "length")]
+    assert bench.is_all_free()
+
+
+def test_nothing_runs_before_the_cache_is_there() -> None:
+    bench = Bench()
+    bench.reserve("a")
+    assert bench.worker.schedule() is None
+
+
+def test_batch_takes_waiting_sequences_as_places_become_free() -> None:
+    bench = Bench()
+    for name in ("a", "b", "c"):
+        bench.arrive(bench.reserve(name))
+    ends = [o.request_id for o in bench.run(20) if o.finish_reason]
+    assert ends == ["a", "b", "c"]
+    assert bench.is_all_free()
+
+
+def test_abort_under_way_holds_blocks_until_the_step_is_over() -> None:
+    bench = Bench()
+    bench.arrive(bench.reserve("a"))
+    plan = bench.worker.schedule()
+    assert plan is not None
+    assert bench.worker.abort(AbortRequest(request_id="a")).known
+    assert bench.worker.stats().free_blocks < BLOCKS
+    bench.commit(plan)
+    assert bench.worker.take_outputs() == []
+    assert bench.is_all_free()
+
+
+def test_transfer_deadline_is_told_to_the_router() -> None:
+    bench = Bench()
+    bench.reserve("a")
+    bench.now = 601.0
+    bench.worker.tick(bench.now)
+    [output] = bench.worker.take_outputs()
+    assert output.error is not None and output.error.code == "deadline" and "transfer" in output.error.message
+
+
+def test_failed_step_of_one_sequence_is_its_own_error() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.arrive(bench.reserve(name))
+    plan = bench.worker.schedule()
+    assert plan is not None
+    [first, second] = plan.steps
+    result = StepResult(rank=0, number=plan.number, tokens=[(second.seq, 9)], failed=[(first.seq, "NaN in logits")])
+    bench.worker.commit(plan, result)
+    outputs = {o.request_id: o for o in bench.worker.take_outputs()}
+    assert outputs["a"].error is not None and "NaN in logits" in outputs["a"].error.message
+    assert outputs["b"].token_ids == [9]
+
+
+def test_lost_ranks_end_every_request_with_an_error() -> None:
+    bench = Bench()
+    bench.arrive(bench.reserve("a"))
+    bench.reserve("b")
+    bench.worker.abort_all("rank 0 ended")
+    assert {o.request_id for o in bench.worker.take_outputs() if o.error} == {"a", "b"}
+
+
+def test_ranks_are_told_to_listen_while_a_landing_is_held() -> None:
+    bench = Bench()
+    landing = bench.reserve("a")
+    bench.arrive(landing)
+    assert [m.open_landings for m in bench.sent if isinstance(m, PumpHint)] == [1, 0]
+
+
+def test_noise_on_the_transport_is_dropped_and_counted() -> None:
+    bench = Bench()
+    bench.worker.on_rank_message(Arrived(rank=0, agent="x", notification=b"\xffnoise"))
+    assert bench.worker.stats().stale_messages == 1
+
+
+@pytest.mark.parametrize("tokens", [[], [5] * 1000, [100], [-1]])
+def test_prompt_out_of_range_is_refused(tokens: list[int]) -> None:
+    bench = Bench()
+    with pytest.raises(errors.InvalidRequest, match="prompt_token_ids"):
+        bench.worker.reserve(
+            ReserveRequest(request_id="a", prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=2))
+        )
+    assert bench.is_all_free()
