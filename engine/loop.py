@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -81,13 +82,13 @@ class EngineLoop(Generic[W]):
         self._pids: dict[int, int] = {}
         self._step: messages.StepPlan | None = None
         self._results: dict[int, messages.StepResult] = {}
-        self._stopping = False
+        self._stopping = self._has_ended = False
         self.num_steps = 0
 
     # ------------------------------------------------------------ from any thread
 
     def call(self, function: Callable[[W], T]) -> concurrent.futures.Future[T]:
-        """Run `function(worker)` on the loop's thread."""
+        """Run `function(worker)` on the loop's thread, or here once that has ended: every caller gets an answer."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -98,6 +99,8 @@ class EngineLoop(Generic[W]):
 
         self._calls.append(run)
         self._end.bell.ring()
+        if self._has_ended:
+            self._run_calls()
         return future
 
     def watch(self, pid: int, rank: int) -> None:
@@ -136,6 +139,9 @@ class EngineLoop(Generic[W]):
         except Exception as e:
             log.exception("the engine loop ended")
             self._fail(f"engine loop: {type(e).__name__}: {e}")
+        finally:
+            self._has_ended = True
+            self._run_calls()
 
     def _wait(self) -> None:
         ended = self._waiter.wait(_TICK_S)
@@ -145,9 +151,13 @@ class EngineLoop(Generic[W]):
             names = ", ".join(f"rank {self._pids[pid]} (pid {pid})" for pid in ended)
             raise PeerGone(f"{names} ended")
 
+    def _run_calls(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while self._calls:
+                self._calls.popleft()()
+
     def _listen(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
+        self._run_calls()
         for rank, channel in enumerate(self._end.channels):
             for data in channel.receive():
                 self._on_message(rank, messages.decode_rank_message(data))
@@ -193,5 +203,3 @@ class EngineLoop(Generic[W]):
         self.worker.abort_all(reason)
         self._listener.on_outputs(self.worker.take_outputs(), self.worker.stats())
         self._listener.on_failed(reason)
-        while self._calls:  # whoever still asks gets an answer
-            self._calls.popleft()()

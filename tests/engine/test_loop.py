@@ -1,0 +1,159 @@
+"""EngineLoop with a rank in another process: steps go round, calls are answered, a dead rank fails everything at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
+
+import pytest
+
+from engine import plan as messages
+from engine.loop import EngineLoop
+from engine.ring import LeaderEnd, Waiter, open_rank_end
+from router.protocol import NumaBinding, SequenceOutput, WorkerState, WorkerStats
+
+
+def _rank(address: dict[str, object], die_at: int) -> None:
+    channel, bell = open_rank_end(address, 0)
+    waiter = Waiter(bell)
+    waiter.watch(address["pid"])  # type: ignore[arg-type]
+    channel.send(messages.encode(messages.RankProgress(rank=0, state="loading", detail="half")))
+    binding = NumaBinding(status="unverified", node=-1, cpus="0")
+    channel.send(
+        messages.encode(
+            messages.RankReady(
+                rank=0, pid=os.getpid(), device="cpu", numa=binding, transport="t", endpoint=b"", model_fingerprint="f"
+            )
+        )
+    )
+    while True:
+        for data in channel.receive():
+            message = messages.decode_leader_message(data)
+            if isinstance(message, messages.Shutdown):
+                return
+            assert isinstance(message, messages.StepPlan)
+            if message.number == die_at:
+                os._exit(9)
+            tokens = [(step.seq, step.token_ids[-1] + 1) for step in message.steps]
+            channel.send(messages.encode(messages.StepResult(rank=0, number=message.number, tokens=tokens)))
+        if waiter.wait(10):
+            return
+
+
+class CountingWorker:
+    """Runs `left` steps of one sequence; each token is the last plus one."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.tokens, self.outputs = left, [0], list[SequenceOutput]()
+        self.aborted = ""
+
+    def schedule(self) -> messages.StepPlan | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        step = messages.SequenceStep(seq=1, start=0, token_ids=[self.tokens[-1]], new_block_ids=[], sample=True)
+        return messages.StepPlan(number=len(self.tokens), steps=[step])
+
+    def commit(self, plan: messages.StepPlan, result: messages.StepResult) -> None:
+        self.tokens.append(result.tokens[0][1])
+        self.outputs.append(SequenceOutput(request_id="a", index=0, token_ids=[self.tokens[-1]]))
+
+    def on_rank_message(self, message: messages.RankMessage) -> None:
+        raise AssertionError(message)
+
+    def tick(self, now: float) -> None: ...
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats()
+
+    def abort_all(self, reason: str) -> None:
+        self.aborted = reason
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.left
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.heard: queue.Queue[tuple[str, object]] = queue.Queue()
+
+    def on_progress(self, rank: int, state: WorkerState, detail: str) -> None:
+        self.heard.put(("progress", (rank, state, detail)))
+
+    def on_ready(self, ranks: list[messages.RankReady]) -> None:
+        self.heard.put(("ready", len(ranks)))
+
+    def on_outputs(self, outputs: list[SequenceOutput], stats: WorkerStats) -> None:
+        for output in outputs:
+            self.heard.put(("token", output.token_ids[0]))
+
+    def on_failed(self, reason: str) -> None:
+        self.heard.put(("failed", reason))
+
+    def next(self) -> tuple[str, object]:
+        return self.heard.get(timeout=20)
+
+
+class Running:
+    def __init__(self, left: int, *, die_at: int = -1) -> None:
+        end = LeaderEnd(1)
+        self.ears, self.worker = Ears(), CountingWorker(left)
+        self.loop: EngineLoop[CountingWorker] = EngineLoop(end, self.ears)
+        self.loop.worker = self.worker
+        self.rank: SpawnProcess = multiprocessing.get_context("spawn").Process(target=_rank, args=(end.address, die_at))
+        self.rank.start()
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.thread.join(10)
+        self.rank.join(10)
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    run = Running(*request.param[0], **request.param[1])
+    yield run
+    run.close()
+
+
+@pytest.mark.parametrize("running", [((5,), {})], indirect=True)
+def test_progress_then_ready_then_tokens_in_order(running: Running) -> None:
+    heard = [running.ears.next() for _ in range(7)]
+    assert heard == [("progress", (0, "loading", "half")), ("ready", 1), *(("token", n) for n in range(1, 6))]
+    assert running.loop.num_steps == 5
+
+
+@pytest.mark.parametrize("running", [((0,), {})], indirect=True)
+def test_calls_run_on_the_loop_and_their_errors_come_back(running: Running) -> None:
+    assert running.loop.call(lambda worker: worker.tokens).result(10) == [0]
+    with pytest.raises(ZeroDivisionError):
+        running.loop.call(lambda worker: 1 // worker.left).result(10)
+
+
+@pytest.mark.parametrize("running", [((100,), {"die_at": 3})], indirect=True)
+def test_dead_rank_fails_the_worker_and_later_calls_are_still_answered(running: Running) -> None:
+    heard = [running.ears.next() for _ in range(5)]
+    assert heard[-1][0] == "failed" and "rank 0" in str(heard[-1][1])
+    assert "rank 0" in running.worker.aborted
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+    assert running.loop.call(lambda worker: worker.aborted).result(0) == running.worker.aborted
+
+
+@pytest.mark.parametrize("running", [((0,), {})], indirect=True)
+def test_stop_ends_rank_and_loop(running: Running) -> None:
+    running.loop.call(lambda _: None).result(10)
+    running.close()
+    assert running.rank.exitcode == 0
+    assert not running.thread.is_alive()
