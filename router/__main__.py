@@ -1,0 +1,107 @@
+"""`python -m router`, the same as `isthmus router`: serve until SIGTERM or SIGINT, then drain and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from router.app import Router
+from router.config import load
+
+log = logging.getLogger("isthmus.router")
+
+SHUTDOWN_TIMEOUT_S = 5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first, and the process then leaves with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router of a command line (default: sys.argv). Returns the process's exit status."""
+    config = load(sys.argv[1:] if argv is None else argv, os.environ)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        listener = _listen(config.host, config.port)
+    except OSError as error:
+        print(
+            f"isthmus router: can't listen on {config.host}:{config.port}: {error.strerror or error}; "
+            "stop what uses it, or choose another with --port",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        router = Router(config)
+    except ValueError as error:
+        print(f"isthmus router: {error}", file=sys.stderr)
+        listener.close()
+        return 1
+    asyncio.run(serve(router, listener))
+    return 0
+
+
+async def serve(router: Router, listener: socket.socket) -> None:
+    """Serve on `listener` until a signal comes: then drain, and close. A second signal cuts the drain short."""
+    config = uvicorn.Config(
+        router.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        server_header=False,
+    )
+    server = _Server(config)
+    stop = asyncio.Event()
+    stop_now = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d for model %s", host, port, router.config.model_name)
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not serving.done():
+        log.info("stopping: %d requests are running", len(router.dispatcher.records))
+        draining = asyncio.create_task(router.drain())
+        hurry = asyncio.create_task(stop_now.wait())
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        hurry.cancel()
+        await router.dispatcher.close()
+        server.should_exit = True
+    await serving
+    log.info("stopped")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises OSError if the address can't be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

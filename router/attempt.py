@@ -1,0 +1,271 @@
+"""Attempt: one try of a request at one pair, from the reservation to the last token, and the letting go.
+
+    new -> reserving -> reserved -> prefilling -> decoding -> over
+
+Whoever makes an attempt calls `release` in the end, wherever it stands. Release tells each worker what it must know:
+prefill first, because only its word makes decode's landing free, then decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from router import protocol
+from router.client import WorkerError, WorkerUnreachable
+from router.inbox import Inbox
+from router.protocol import AbortReply, AbortRequest, FinishReason, SamplingParams
+from router.registry import Pair, Registry, Worker
+
+log = logging.getLogger("isthmus.router")
+
+ABORT_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0)
+BUSY_PREFILL_WAIT_S = 0.1
+MUTE_PREFILL_WAIT_S, MUTE_PREFILL_POLL_S = 900.0, 5.0
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that each phase of an attempt may take."""
+
+    reserve_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_s: float
+
+
+class PhaseTimeout(WorkerError):
+    """A phase took longer than allowed."""
+
+    def __init__(self, phase: str, timeout_s: float) -> None:
+        super().__init__("deadline", f"{phase} took longer than {timeout_s:g} s")
+        self.phase = phase
+
+
+class Attempt:
+    """One try. request_id is its own: workers remember the ids of aborted requests.
+
+    prompt_token_ids: prompt and the tokens already emitted, the last `num_prior_outputs` of them.
+    spawn: runs a coroutine that outlives the request, and keeps it until it is done.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        registry: Registry,
+        *,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        num_prior_outputs: int,
+        timeouts: Timeouts,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_abort_lost: Callable[[], None],
+    ) -> None:
+        self.pair = pair
+        self.request_id = request_id
+        self.queue_s = self.compute_s = 0.0
+        self._registry = registry
+        self._prompt = prompt_token_ids
+        self._sampling = sampling
+        self._num_prior = num_prior_outputs
+        self._next_index = num_prior_outputs
+        self._timeouts = timeouts
+        self._spawn = spawn
+        self._on_abort_lost = on_abort_lost
+        self._generations = pair.generations
+        self._stage = "new"
+        self._needs_decode = sampling.max_tokens - num_prior_outputs > 1
+        self._landing: bytes | None = None
+        self._has_prefill_answer = self._handed_over = self._has_landed = False
+        self._is_released = False
+        self._inbox = Inbox()
+        pair.decode.inboxes[request_id] = self._inbox
+        pair.prefill.inboxes[request_id] = self._inbox
+        pair.prefill.prefills[request_id] = len(prompt_token_ids)
+
+    async def reserve(self) -> None:
+        """Take a landing at decode, unless the first token is also the last. Raises WorkerError."""
+        if not self._needs_decode:
+            self._stage = "reserved"
+            return
+        self._stage = "reserving"
+        request = protocol.ReserveRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self._prompt,
+            sampling=self._sampling,
+            num_prior_outputs=self._num_prior,
+            timeout_s=self._timeouts.prefill_s + self._timeouts.transfer_s,
+            writer_generation=self._generations[0],
+        )
+        try:
+            self._landing = await self.pair.decode.client.reserve(request, timeout_s=self._timeouts.reserve_s)
+        except WorkerUnreachable as error:
+            if error.is_timeout:
+                raise PhaseTimeout("reserve", self._timeouts.reserve_s) from error
+            raise
+        except WorkerError:
+            self._stage = "over"  # refused: nothing was taken
+            raise
+        self._stage = "reserved"
+
+    async def first(self) -> tuple[list[int], FinishReason | None]:
+        """Return output token 0 from prefill. Raises WorkerError."""
+        request = protocol.PrefillRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self._prompt,
+            sampling=self._sampling,
+            landing=self._landing,
+            num_prior_outputs=self._num_prior,
+            timeout_s=self._timeouts.prefill_s,
+        )
+        try:
+            async with asyncio.timeout(self._timeouts.prefill_s):
+                result = await self._prefill(request)
+        except TimeoutError:
+            raise PhaseTimeout("prefill", self._timeouts.prefill_s) from None
+        self._has_prefill_answer = True
+        self._handed_over = result.handed_over and self._landing is not None
+        self.queue_s, self.compute_s = result.queue_s, result.compute_s
+        self._leave_prefill()
+        if result.finish_reason in ("abort", "error"):
+            raise WorkerError("aborted", f"{self.pair.prefill.url} gave up the request: {result.finish_reason}")
+        self._next_index += 1
+        is_last = result.finish_reason is not None or not self._needs_decode
+        self._stage = "decoding" if self._needs_decode else "over"
+        return [result.token_id], result.finish_reason or ("length" if is_last else None)
+
+    async def more(self) -> tuple[list[int], FinishReason | None]:
+        """Return the next tokens from decode. Raises WorkerError."""
+        phase, timeout_s = (
+            ("decode", self._timeouts.decode_s) if self._has_landed else ("transfer", self._timeouts.transfer_s)
+        )
+        try:
+            outputs = await self._inbox.take(timeout_s=timeout_s)
+        except TimeoutError:
+            raise PhaseTimeout(phase, timeout_s) from None
+        token_ids: list[int] = []
+        finish_reason: FinishReason | None = None
+        for output in outputs:
+            if output.error is not None or output.finish_reason in ("abort", "error"):
+                if token_ids:
+                    self._inbox.push(output)  # the tokens before it are good: show them first
+                    return token_ids, None
+                self._stage = "over" if self._has_landed else self._stage
+                if output.error is not None:
+                    raise WorkerError(output.error.code, output.error.message)
+                raise WorkerError("aborted", f"{self.pair.decode.url} ended the request: {output.finish_reason}")
+            if output.index != self._next_index:
+                raise WorkerError(
+                    "internal",
+                    f"{self.pair.decode.url} sent output {output.index} of {self.request_id}, "
+                    f"expected {self._next_index}",
+                )
+            self._next_index += len(output.token_ids)
+            token_ids += output.token_ids
+            finish_reason = output.finish_reason
+        if not self._has_landed:
+            # From here on the prefill worker's fate is no longer ours.
+            self._has_landed = True
+            self.pair.prefill.inboxes.pop(self.request_id, None)
+        if finish_reason is not None:
+            self._stage = "over"
+        return token_ids, finish_reason
+
+    def fail(self, error: WorkerError) -> None:
+        """Make the phase that is under way raise `error`."""
+        self._inbox.fail(error)
+
+    def release(self) -> None:
+        """Let go of everything, wherever the attempt stands. Returns at once; the workers are told behind it."""
+        if self._is_released:
+            return
+        self._is_released = True
+        self.pair.decode.inboxes.pop(self.request_id, None)
+        self.pair.prefill.inboxes.pop(self.request_id, None)
+        self._leave_prefill()
+        if self._stage not in ("new", "over"):
+            self._spawn(self._abort())
+
+    # ------------------------------------------------------------ parts
+
+    async def _prefill(self, request: protocol.PrefillRequest) -> protocol.PrefillResult:
+        """Ask the prefill worker, again as long as it has no room; give up when a worker is lost."""
+        while True:
+            self._stage = "prefilling"
+            # The deadline is the caller's; this one only bounds a connection that nobody waits for.
+            timeout_s = 2 * self._timeouts.prefill_s
+            call: asyncio.Future[protocol.PrefillResult] = asyncio.create_task(
+                self.pair.prefill.client.prefill(request, timeout_s=timeout_s)
+            )
+            try:
+                waited: set[asyncio.Future[Any]] = {call, self._inbox.failure}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    raise self._inbox.failure.result()
+                return call.result()
+            except WorkerError as error:
+                if error.code != "no_capacity":
+                    raise
+                self._stage = "reserved"  # never begun
+            finally:
+                if not call.done():
+                    call.cancel()
+                elif not call.cancelled():
+                    call.exception()  # seen, should it have failed while we were cancelled
+            await self._registry.wait_change(BUSY_PREFILL_WAIT_S)
+
+    def _leave_prefill(self) -> None:
+        if self.pair.prefill.prefills.pop(self.request_id, None) is not None:
+            self._registry.notify()
+
+    async def _abort(self) -> None:
+        """Tell prefill, then decode, that the request is over.
+
+        While prefill is mute but not known to be dead, decode keeps the landing; it is told as soon as that changes.
+        """
+        drained, is_mute = not self._handed_over, False
+        if self._stage == "prefilling" or (self._handed_over and not self._has_landed):
+            request = AbortRequest(request_id=self.request_id, landing=self._landing)
+            reply = await self._abort_at(self.pair.prefill, self._generations[0], request)
+            drained = reply.drained if reply is not None else self._prefill_is_dead()
+            is_mute = reply is None and not drained
+        if not self._needs_decode:
+            return
+        await self._abort_at(
+            self.pair.decode, self._generations[1], AbortRequest(request_id=self.request_id, drained=drained)
+        )
+        if is_mute:
+            try:
+                async with asyncio.timeout(MUTE_PREFILL_WAIT_S):
+                    while not self._prefill_is_dead():
+                        await self._registry.wait_change(MUTE_PREFILL_POLL_S)
+            except TimeoutError:
+                log.warning("request %s: no word from %s about its landing", self.request_id, self.pair.prefill.url)
+                self._on_abort_lost()
+                return
+            await self._abort_at(
+                self.pair.decode, self._generations[1], AbortRequest(request_id=self.request_id, drained=True)
+            )
+
+    def _prefill_is_dead(self) -> bool:
+        prefill, generation = self.pair.prefill, self._generations[0]
+        return prefill.generation != generation or prefill.dead_generation == generation
+
+    async def _abort_at(self, worker: Worker, generation: int, request: AbortRequest) -> AbortReply | None:
+        """Return the worker's answer, or None if there is nobody left to answer."""
+        failure = ""
+        for delay in ABORT_DELAYS_S:
+            await asyncio.sleep(delay)
+            if worker.generation != generation or worker.is_lost:
+                return None
+            try:
+                return await worker.client.abort(request)
+            except WorkerError as error:
+                failure = error.message
+        log.warning("request %s: abort at %s was never confirmed: %s", self.request_id, worker.url, failure)
+        self._on_abort_lost()
+        return None

@@ -1,0 +1,149 @@
+"""WorkerClient: the router's side of the worker protocol, one per worker, over HTTP connections that are kept.
+
+Two ways to fail: WorkerError is a worker's answer, WorkerUnreachable means there was none. A refused connection is
+told apart, since it says that no process listens there any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from router import protocol
+from router.protocol import ErrorBody, ErrorCode
+
+CONNECT_TIMEOUT_S = 2.0
+CONTROL_TIMEOUT_S = 5.0
+
+T = TypeVar("T", bound=protocol.Message)
+
+
+class WorkerError(Exception):
+    """A worker's refusal or failure, or what the router knows to be one (worker_lost, deadline)."""
+
+    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class WorkerUnreachable(WorkerError):
+    """No answer came. is_refused: nobody listens at the address.   is_timeout: it took too long."""
+
+    def __init__(self, message: str, *, is_refused: bool = False, is_timeout: bool = False) -> None:
+        super().__init__("worker_lost", message)
+        self.is_refused = is_refused
+        self.is_timeout = is_timeout
+
+
+class WorkerClient:
+    """Calls one worker. Owns its connections; `close` ends them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        # Every open answer may hold a connection of its own while it is prefilled.
+        # The expiry lies below the 5 s after which uvicorn closes an idle connection: a request must not meet that.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0)
+        self._http = httpx.AsyncClient(base_url=url, trust_env=False, limits=limits, timeout=CONTROL_TIMEOUT_S)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def info(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> protocol.WorkerInfo:
+        """Return what the worker says of itself."""
+        response = await self._send("GET", "/info", timeout_s=timeout_s)
+        try:
+            return msgspec.json.decode(response, type=protocol.WorkerInfo)
+        except msgspec.DecodeError as error:
+            raise WorkerError("internal", f"{self.url}/info: not an answer of an Isthmus worker: {error}") from None
+
+    async def reserve(self, request: protocol.ReserveRequest, *, timeout_s: float) -> bytes:
+        """Return the landing. Raises WorkerError no_capacity if decode has no room now."""
+        return (await self._call("/reserve", request, protocol.ReserveReply, timeout_s=timeout_s)).landing
+
+    async def prefill(self, request: protocol.PrefillRequest, *, timeout_s: float) -> protocol.PrefillResult:
+        """Return output token 0, computed by the worker."""
+        return await self._call("/prefill", request, protocol.PrefillResult, timeout_s=timeout_s)
+
+    async def abort(self, request: protocol.AbortRequest) -> protocol.AbortReply:
+        return await self._call("/abort", request, protocol.AbortReply)
+
+    async def link(self, request: protocol.LinkRequest, *, timeout_s: float) -> protocol.LinkReply:
+        """Let a prefill worker connect to a decode worker; returns the lane in use."""
+        return await self._call("/link", request, protocol.LinkReply, timeout_s=timeout_s)
+
+    async def unlink(self, lost: protocol.WriterLost) -> None:
+        await self._call("/unlink", lost, protocol.Ack)
+
+    async def writer_lost(self, lost: protocol.WriterLost) -> None:
+        await self._call("/writer_lost", lost, protocol.Ack)
+
+    async def stream(self, *, start: int, silence_s: float) -> AsyncIterator[protocol.StreamFrame]:
+        """Yield frames from number `start` on (0: from now on), until the connection ends.
+
+        Raises WorkerUnreachable when nothing came for `silence_s` (a worker sends at least one frame a second).
+        """
+        timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
+        frames = protocol.FrameDecoder()
+        try:
+            async with self._http.stream("GET", "/stream", params={"from": start}, timeout=timeout) as response:
+                if response.status_code != 200:
+                    raise _failure(self.url, "/stream", response.status_code, await response.aread())
+                async for data in response.aiter_raw():
+                    for frame in frames.feed(data):
+                        yield frame
+        except httpx.HTTPError as error:
+            raise _unreachable(self.url, "/stream", error) from error
+        except (ValueError, msgspec.DecodeError) as error:
+            raise WorkerUnreachable(f"{self.url}/stream: {error}") from error
+
+    async def _call(
+        self, path: str, message: protocol.Message, kind: type[T], *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> T:
+        response = await self._send("POST", path, timeout_s=timeout_s, content=protocol.encode(message))
+        try:
+            return protocol.decode(response, kind)
+        except msgspec.DecodeError as error:
+            raise WorkerError("internal", f"{self.url}{path}: answer is no {kind.__name__}: {error}") from None
+
+    async def _send(self, method: str, path: str, *, timeout_s: float, content: bytes | None = None) -> bytes:
+        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        headers = {"content-type": "application/msgpack"} if content is not None else {}
+        try:
+            response = await self._http.request(method, path, content=content, timeout=timeout, headers=headers)
+        except httpx.HTTPError as error:
+            raise _unreachable(self.url, path, error) from error
+        if response.status_code != 200:
+            raise _failure(self.url, path, response.status_code, response.content)
+        return response.content
+
+
+def _unreachable(url: str, path: str, error: httpx.HTTPError) -> WorkerUnreachable:
+    return WorkerUnreachable(
+        f"{url}{path}: no answer: {type(error).__name__} {error}".rstrip(),
+        is_refused=_is_refused(error),
+        is_timeout=isinstance(error, httpx.TimeoutException),
+    )
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether the chain of causes says that nobody listens; other connect errors prove nothing."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        if isinstance(error, BaseExceptionGroup):
+            return all(_is_refused(e) for e in error.exceptions)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _failure(url: str, path: str, status: int, body: bytes) -> WorkerError:
+    try:
+        error = protocol.decode(body, ErrorBody)
+    except msgspec.DecodeError:
+        return WorkerError("internal", f"{url}{path}: status {status} without an error body")
+    return WorkerError(error.code, error.message, retry_after_s=error.retry_after_s)

@@ -1,0 +1,274 @@
+"""Dispatcher: the life of one request: wait in the queue, be taken by a pair, yield tokens, try again, let go.
+
+Requests wait here and nowhere else, in order. A request has one owner at a time, and this coroutine decides each
+change: router (queued) -> decode holds a landing -> prefill computes -> decode runs. A request that a worker fails is
+tried again, with what it has already said appended to its prompt, so a client never sees a token twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from router import policy
+from router.attempt import Attempt, PhaseTimeout, Timeouts
+from router.client import WorkerError
+from router.config import RouterConfig
+from router.errors import ApiError, InvalidRequest
+from router.metrics import Metrics
+from router.protocol import FinishReason, SamplingParams
+from router.registry import Pair, Registry
+
+log = logging.getLogger("isthmus.router")
+
+UNREADY_GRACE_S = 1.0
+CAPACITY_POLL_S = 0.5
+MAX_EVICTIONS = 8
+WARM_UP_TOKENS = 9
+CLOSE_TIMEOUT_S = 5.0
+
+# Failures that another try may mend. "no_capacity" while running means that decode had to evict the request.
+RETRYABLE = frozenset({"worker_lost", "transfer_failed", "no_capacity", "not_ready", "draining", "stale_generation"})
+LINK_FAULTS = frozenset({"stale_generation", "fingerprint_mismatch"})
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request from acceptance to its end. Times are of time.monotonic."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrived: float = field(default_factory=time.monotonic)
+    emitted: list[int] = field(default_factory=list)
+    attempt: Attempt | None = None
+    num_attempts: int = 0
+    queue_s: float = 0.0
+
+    @property
+    def owner(self) -> str:
+        """Which pair has it, or the router."""
+        return "router" if self.attempt is None else self.attempt.request_id
+
+
+Tokens = tuple[list[int], FinishReason | None]
+
+
+class Dispatcher:
+    """Owns the queue and every request record."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, metrics: Metrics) -> None:
+        self.records: dict[str, RequestRecord] = {}
+        self.num_queued = 0
+        self.is_draining = False
+        self._is_closed = False
+        self._config = config
+        self._registry = registry
+        self._metrics = metrics
+        self._timeouts = Timeouts(
+            reserve_s=config.reserve_timeout_s,
+            prefill_s=config.prefill_timeout_s,
+            transfer_s=config.transfer_timeout_s,
+            decode_s=config.decode_timeout_s,
+        )
+        self._turn = asyncio.Lock()  # FIFO: whoever holds it is the head of the queue
+        self._background: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+
+    def check_admission(self) -> None:
+        """Raise ApiError if a request that came now could not be taken: draining, no pair, queue full."""
+        if self.is_draining:
+            raise ApiError(503, "router is draining and accepts nothing new", code="draining", retry_after_s=5)
+        if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= UNREADY_GRACE_S:
+            raise self._not_ready()
+        if self.num_queued >= self._config.max_queue:
+            raise ApiError(
+                429,
+                f"{self.num_queued} requests are waiting, at most {self._config.max_queue} may (max_queue); try later",
+                code="queue_full",
+                retry_after_s=1,
+            )
+
+    async def generate(self, record: RequestRecord) -> AsyncGenerator[Tokens, None]:
+        """Yield the answer's tokens as they come, the last with its finish_reason.
+
+        Raises ApiError when the request can't be completed. Closing the generator, at any point, aborts the request.
+        """
+        self.check_admission()
+        self.records[record.request_id] = record
+        retries = evictions = 0
+        avoid: set[str] = set()
+        try:
+            while True:
+                attempt = await self._admit(record, avoid)
+                record.attempt = attempt
+                try:
+                    async with aclosing(self._run(attempt, record)) as outputs:
+                        async for tokens in outputs:
+                            record.emitted += tokens[0]
+                            yield tokens
+                    return
+                except WorkerError as error:
+                    self._note_failure(attempt.pair, error)
+                    is_eviction = error.code == "no_capacity" and evictions < MAX_EVICTIONS
+                    if error.code not in RETRYABLE or (retries >= self._config.max_retries and not is_eviction):
+                        raise _public(error) from error
+                    evictions, retries = (evictions + 1, retries) if is_eviction else (evictions, retries + 1)
+                    avoid |= {attempt.pair.prefill.url, attempt.pair.decode.url} if not is_eviction else set()
+                    self._metrics.retries.labels(error.code).inc()
+                    log.warning(
+                        "request %s: tried again after %d tokens: %s",
+                        record.request_id,
+                        len(record.emitted),
+                        error.message,
+                    )
+                finally:
+                    attempt.release()
+                    record.attempt = None
+        finally:
+            del self.records[record.request_id]
+
+    async def warm_up(self, pair: Pair) -> None:
+        """Send one short request through `pair`, end to end. Raises WorkerError if it does not come back right."""
+        limits = self._registry.limits()
+        assert limits is not None
+        prompt = [random.randrange(limits.vocab_size) for _ in range(min(WARM_UP_TOKENS, limits.max_model_len - 2))]
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        record = RequestRecord(f"warm-{next(self._numbers)}", prompt, sampling)
+        attempt = self._attempt(pair, record)
+        try:
+            await attempt.reserve()
+            async for token_ids, _ in self._run(attempt, record):
+                record.emitted += token_ids
+        finally:
+            attempt.release()
+        if len(record.emitted) != sampling.max_tokens:
+            raise WorkerError("internal", f"warm-up gave {len(record.emitted)} tokens instead of {sampling.max_tokens}")
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Accept nothing new; return when nothing runs any more, or after `timeout_s`."""
+        self.is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self.records and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """Fail what still runs, and wait, bounded, until the workers have been told of it."""
+        self.is_draining = self._is_closed = True
+        for record in self.records.values():
+            if record.attempt is not None:
+                record.attempt.fail(WorkerError("aborted", "router is shutting down"))
+        self._registry.notify()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self.records and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT_S)
+        for task in [*self._background]:
+            task.cancel()
+
+    # ------------------------------------------------------------ parts
+
+    async def _admit(self, record: RequestRecord, avoid: set[str]) -> Attempt:
+        """Return an attempt whose landing is reserved, having waited for the turn and for room."""
+        started = time.monotonic()
+        self.num_queued += 1
+        try:
+            async with asyncio.timeout(self._config.queue_timeout_s):
+                if record.num_attempts:
+                    return await self._reserve(record, avoid)  # it has had its turn
+                async with self._turn:
+                    return await self._reserve(record, avoid)
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"no pair had room within {self._config.queue_timeout_s:g} s",
+                code="timeout_queue",
+                retry_after_s=5,
+            ) from None
+        finally:
+            self.num_queued -= 1
+            record.queue_s += time.monotonic() - started
+
+    async def _reserve(self, record: RequestRecord, avoid: set[str]) -> Attempt:
+        failures = 0
+        while True:
+            if self._is_closed:
+                raise ApiError(503, "router is shutting down", code="draining", retry_after_s=5)
+            full: set[str] = set()
+            while (choice := policy.choose(self._registry.snapshots(), full=full, avoid=avoid)) is not None:
+                pair = self._registry.pair(choice.prefill.url, choice.decode.url)
+                attempt = self._attempt(pair, record)
+                is_held = False
+                try:
+                    await attempt.reserve()
+                    is_held = True
+                    return attempt
+                except WorkerError as error:
+                    if error.code not in ("no_capacity", "not_ready", "draining"):
+                        failures += 1
+                        self._note_failure(pair, error)
+                        if error.code not in RETRYABLE or failures > self._config.max_retries:
+                            raise _public(error) from error
+                    full.add(pair.decode.url)
+                finally:
+                    if not is_held:
+                        attempt.release()
+            if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= UNREADY_GRACE_S:
+                raise self._not_ready()
+            await self._registry.wait_change(CAPACITY_POLL_S)
+
+    def _attempt(self, pair: Pair, record: RequestRecord) -> Attempt:
+        record.num_attempts += 1
+        return Attempt(
+            pair,
+            self._registry,
+            request_id=f"{record.request_id}-{record.num_attempts}",
+            prompt_token_ids=record.prompt_token_ids + record.emitted,
+            sampling=record.sampling,
+            num_prior_outputs=len(record.emitted),
+            timeouts=self._timeouts,
+            spawn=self._spawn,
+            on_abort_lost=self._metrics.aborts_lost.inc,
+        )
+
+    async def _run(self, attempt: Attempt, record: RequestRecord) -> AsyncGenerator[Tokens, None]:
+        tokens = await attempt.first()
+        yield tokens
+        while tokens[1] is None:
+            tokens = await attempt.more()
+            yield tokens
+
+    def _note_failure(self, pair: Pair, error: WorkerError) -> None:
+        self._metrics.worker_failures.labels(error.code).inc()
+        if error.code in LINK_FAULTS:
+            self._registry.suspect(pair, error.message)
+
+    def _not_ready(self) -> ApiError:
+        state = self._registry.state
+        return ApiError(503, f"no prefill/decode pair is ready: {state}", code=state, retry_after_s=2)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _public(error: WorkerError) -> ApiError:
+    """Return what the client is told of a worker's failure."""
+    if isinstance(error, PhaseTimeout):
+        return ApiError(504, error.message, code=f"timeout_{error.phase}")
+    if error.code == "invalid_request":
+        return InvalidRequest(error.message)
+    if error.code in ("no_capacity", "not_ready", "draining"):
+        return ApiError(503, error.message, code=error.code, retry_after_s=max(1.0, error.retry_after_s))
+    if error.code == "deadline":
+        return ApiError(504, error.message, code="timeout_worker")
+    return ApiError(502, error.message, code=error.code)

@@ -1,0 +1,184 @@
+"""Exchange: one generation request over HTTP, from the accepted request to the last byte of its answer.
+
+It watches the client while it works: when the client leaves, at any moment, the request is aborted. Errors before the
+first byte are JSON with a status; later they are one event, and the stream ends without a finish_reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.answer import AnswerWriter, Piece, Usage, error_event
+from router.dispatch import Dispatcher, RequestRecord
+from router.errors import ApiError
+from router.metrics import Metrics, Outcome
+from router.pipeline import TextPipeline
+
+log = logging.getLogger("isthmus.router")
+
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything that an exchange needs of a request that has been read and found right."""
+
+    record: RequestRecord
+    pipeline: TextPipeline
+    writer: AnswerWriter
+    usage: Usage
+    stream: bool
+    shown_id: str
+
+
+class Exchange(Response):
+    """The response of a generation route; runs the request when the server asks for its bytes."""
+
+    def __init__(self, job: Job, dispatcher: Dispatcher, metrics: Metrics, *, send_timeout_s: float) -> None:
+        super().__init__()
+        self._job = job
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._send_timeout_s = send_timeout_s
+        self._has_started = False
+        self._send_raw: Send | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_raw = send
+        work = asyncio.create_task(self._answer())
+        leaving = asyncio.create_task(_wait_for_disconnect(receive))
+        outcome: Outcome = "aborted"
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                outcome = "error"  # unless it tells otherwise: a fault of ours is raised here
+                outcome = work.result()
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+            self._account(outcome)
+
+    async def _answer(self) -> Outcome:
+        """Run the request and send its answer; returns how it ended."""
+        job = self._job
+        try:
+            if job.stream:
+                await self._stream()
+            else:
+                await self._whole()
+        except ApiError as error:
+            await self._fail(error)
+            return "rejected" if error.status < 500 else "error"
+        except (TimeoutError, ConnectionError, OSError) as error:
+            log.info("request %s: client does not take its answer: %r", job.shown_id, error)
+            return "aborted"
+        return "length" if job.pipeline.finish_reason == "length" else "stop"
+
+    async def _stream(self) -> None:
+        job = self._job
+        async with aclosing(self._dispatcher.generate(job.record)) as outputs:
+            last = 0.0
+            async for token_ids, finish_reason in outputs:
+                piece = job.pipeline.feed(token_ids, finish_reason)
+                last = self._time_tokens(last, len(piece.token_ids))
+                await self._send(job.writer.chunk(piece))
+                if job.pipeline.finish_reason is not None:
+                    break
+        assert job.pipeline.finish_reason is not None
+        await self._send(job.writer.end(job.pipeline.finish_reason, stop_reason=job.pipeline.stop_reason), is_last=True)
+
+    async def _whole(self) -> None:
+        job = self._job
+        content: list[str] = []
+        reasoning: list[str] = []
+        token_ids: list[int] = []
+        async with aclosing(self._dispatcher.generate(job.record)) as outputs:
+            last = 0.0
+            async for new_ids, finish_reason in outputs:
+                piece = job.pipeline.feed(new_ids, finish_reason)
+                last = self._time_tokens(last, len(piece.token_ids))
+                content.append(piece.content)
+                reasoning.append(piece.reasoning)
+                token_ids += piece.token_ids
+                if job.pipeline.finish_reason is not None:
+                    break
+        assert job.pipeline.finish_reason is not None
+        whole = Piece("".join(content), "".join(reasoning), token_ids)
+        body = job.writer.whole(whole, job.pipeline.finish_reason, stop_reason=job.pipeline.stop_reason)
+        await self._send_whole(200, body, {"content-type": "application/json"})
+
+    def _time_tokens(self, last: float, num_tokens: int) -> float:
+        """Record when tokens came; returns the time of the last of them."""
+        now = time.monotonic()
+        if not last:
+            self._metrics.ttft.observe(now - self._job.record.arrived)
+        elif num_tokens:
+            self._metrics.itl.observe((now - last) / num_tokens)
+        return now
+
+    async def _fail(self, error: ApiError) -> None:
+        log.info("request %s: %s %s: %s", self._job.shown_id, error.status, error.code, error.message)
+        if self._has_started:
+            await self._send(error_event(error.body()), is_last=True)
+        else:
+            self._metrics.rejections.labels(str(error.status)).inc()
+            await self._send_whole(error.status, error.body(), {"content-type": "application/json"} | error.headers())
+
+    async def _send(self, data: bytes, *, is_last: bool = False) -> None:
+        assert self._send_raw is not None
+        if not self._has_started:
+            self._has_started = True
+            await self._send_raw(self._start(200, SSE_HEADERS))
+        if data or is_last:
+            # A client that reads nothing must not hold its blocks for ever.
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._send_raw({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _send_whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        assert self._send_raw is not None
+        self._has_started = True
+        async with asyncio.timeout(self._send_timeout_s):
+            await self._send_raw(self._start(status, headers | {"content-length": str(len(body))}))
+            await self._send_raw({"type": "http.response.body", "body": body})
+
+    def _start(self, status: int, headers: dict[str, str]) -> dict[str, object]:
+        headers = headers | {"x-request-id": self._job.shown_id}
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": status, "headers": raw}
+
+    def _account(self, outcome: Outcome) -> None:
+        job, metrics = self._job, self._metrics
+        metrics.finish(outcome)
+        metrics.queue_time.observe(job.record.queue_s)
+        metrics.generation_tokens.inc(job.usage.completion_tokens)
+        elapsed = time.monotonic() - job.record.arrived
+        if outcome in ("stop", "length"):
+            metrics.prompt_tokens.inc(job.usage.prompt_tokens)
+            metrics.e2e.observe(elapsed)
+        if outcome == "aborted":
+            metrics.disconnects.inc()
+        log.info(
+            "request %s: %s after %.3f s, %d prompt and %d output tokens",
+            job.shown_id,
+            outcome,
+            elapsed,
+            job.usage.prompt_tokens,
+            job.usage.completion_tokens,
+        )
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,465 @@
+"""The known workers and pairs: their state, what runs there, and how they come and go.
+
+A worker is watched by its event stream. A pair (prefill, decode) goes
+
+    waiting -> linking -> warming -> ready          or failed(reason): the two don't fit together
+
+linking lets prefill connect to decode's endpoints; warming sends one real request through both. A worker that
+restarts has another generation, and its pairs start over. A broken stream is no dead worker: it is opened again from
+the frame that is missing. A worker that stays out of reach is lost, and its requests fail; only one whose port
+refuses connections, or that came back as another generation, is declared dead to the other side, because a mute
+process may still write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from router import protocol
+from router.client import WorkerClient, WorkerError, WorkerUnreachable
+from router.inbox import Inbox
+from router.policy import DecodeSnapshot, PairSnapshot, PrefillSnapshot
+from router.protocol import PROTOCOL_VERSION, Fingerprints, StreamFrame, WorkerInfo, WorkerRole, WorkerStats
+
+log = logging.getLogger("isthmus.router")
+
+LINK_TIMEOUT_S = 60.0
+RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
+BRING_UP_MIN_S, BRING_UP_MAX_S = 0.1, 5.0
+TELL_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0)
+
+PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
+
+
+class Worker:
+    """One worker as the router knows it. generation 0: never seen."""
+
+    def __init__(self, url: str, role: WorkerRole) -> None:
+        self.url = url
+        self.role = role
+        self.client = WorkerClient(url)
+        self.info: WorkerInfo | None = None
+        self.state: str = "unreachable"
+        self.reason = "not contacted yet"
+        self.generation = 0
+        self.stats = WorkerStats()
+        self.is_connected = False
+        self.is_lost = True
+        self.is_refused = False
+        self.next_frame = 0
+        self.inboxes: dict[str, Inbox] = {}
+        self.prefills: dict[str, int] = {}
+        self.unreachable_since: float | None = None
+        self.dead_generation = 0
+
+    @property
+    def is_linkable(self) -> bool:
+        """Whether it is loaded and reachable, so that it can be connected to its peers."""
+        return (
+            self.is_connected
+            and not self.is_refused
+            and self.state in ("linking", "warming", "ready")
+            and self.info is not None
+            and self.info.fingerprints is not None
+            and self.info.limits is not None
+            and (self.role == "prefill" or bool(self.info.endpoints))
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return its entry in /topology."""
+        info = self.info
+        return {
+            "id": info.id if info else self.url,
+            "role": self.role,
+            "url": self.url,
+            "state": self.state,
+            "reason": self.reason,
+            "generation": self.generation,
+            "leader_pid": info.leader_pid if info else None,
+            "ranks": info.ranks if info else [],
+            "fingerprints": info.fingerprints if info else None,
+            "limits": info.limits if info else None,
+            "transport": info.transport if info else "",
+            "stats": self.stats,
+        }
+
+
+class Pair:
+    """A prefill worker linked to a decode worker. `linked` and `warmed` name the generations that were."""
+
+    def __init__(self, prefill: Worker, decode: Worker) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.linked = self.warmed = (0, 0)
+        self.transport = self.lane = ""
+        self.reason = ""
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def generations(self) -> tuple[int, int]:
+        return self.prefill.generation, self.decode.generation
+
+    @property
+    def mismatch(self) -> str:
+        """What keeps the two from working together for good, with both values; "" if nothing does."""
+        a, b = self.prefill.info, self.decode.info
+        if a is None or b is None or a.fingerprints is None or b.fingerprints is None:
+            return ""
+        for field in Fingerprints.__struct_fields__:
+            left, right = getattr(a.fingerprints, field), getattr(b.fingerprints, field)
+            if left != right:
+                return (
+                    f"{field} fingerprint differs: {left} at prefill {a.id} ({a.url}), {right} at decode {b.id} "
+                    f"({b.url}); start both with the same model and cache settings"
+                )
+        return ""
+
+    @property
+    def state(self) -> PairState:
+        if not (self.prefill.is_linkable and self.decode.is_linkable):
+            return "waiting"
+        if self.mismatch:
+            return "failed"
+        if self.linked != self.generations:
+            return "linking"
+        if self.warmed != self.generations or self.prefill.state != "ready" or self.decode.state != "ready":
+            return "warming"
+        return "ready"
+
+    def describe(self) -> dict[str, Any]:
+        """Return its entry in /topology."""
+        name = [w.info.id if w.info else w.url for w in (self.prefill, self.decode)]
+        reason = self.mismatch or (self.reason if self.state != "ready" else "")
+        return {
+            "prefill": name[0],
+            "decode": name[1],
+            "state": self.state,
+            "transport": self.transport,
+            "lane": self.lane,
+            "reason": reason,
+        }
+
+
+class Registry:
+    """Owns the workers, the pairs and the tasks that watch them.
+
+    warm_up: sends one request through a pair, or raises WorkerError; given at `start`.
+    """
+
+    def __init__(
+        self, *, prefill: tuple[str, ...], decode: tuple[str, ...], silence_s: float = 3.0, lost_s: float = 2.0
+    ) -> None:
+        self._silence_s = silence_s
+        self._lost_s = lost_s
+        self.prefills = [Worker(url, "prefill") for url in prefill]
+        self.decodes = [Worker(url, "decode") for url in decode]
+        self.pairs = [Pair(p, d) for p in self.prefills for d in self.decodes]
+        self.unready_since = time.monotonic()
+        self._was_ready = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._change: asyncio.Future[None] | None = None
+        self._warm_up: Callable[[Pair], Awaitable[None]] | None = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def is_ready(self) -> bool:
+        return any(pair.state == "ready" for pair in self.pairs)
+
+    @property
+    def state(self) -> str:
+        """The most advanced state of any pair."""
+        states = {pair.state for pair in self.pairs}
+        return next((s for s in ("ready", "warming", "linking", "waiting") if s in states), "failed")
+
+    def start(self, warm_up: Callable[[Pair], Awaitable[None]]) -> None:
+        self._warm_up = warm_up
+        for worker in self.workers:
+            self._spawn(self._watch(worker))
+
+    async def close(self) -> None:
+        """End all watching and close every connection."""
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self.workers:
+            await worker.client.close()
+
+    def ready_pairs(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.state == "ready"]
+
+    def snapshots(self) -> list[PairSnapshot]:
+        """Return what policy may look at: the ready pairs."""
+        return [PairSnapshot(_prefill_snapshot(p.prefill), _decode_snapshot(p.decode)) for p in self.ready_pairs()]
+
+    def pair(self, prefill_url: str, decode_url: str) -> Pair:
+        return next(p for p in self.pairs if p.prefill.url == prefill_url and p.decode.url == decode_url)
+
+    def limits(self) -> protocol.Limits | None:
+        """Return the smallest limits among workers that have told theirs."""
+        known = [w.info.limits for w in self.workers if w.info is not None and w.info.limits is not None]
+        return min(known, key=lambda limits: limits.max_model_len, default=None)
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return when a worker has more room than before, a pair changed, or the time is over."""
+        if self._change is None or self._change.done():
+            self._change = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._change}, timeout=timeout_s)
+
+    def notify(self) -> None:
+        """Wake everybody in `wait_change`."""
+        if self._change is not None and not self._change.done():
+            self._change.set_result(None)
+
+    def suspect(self, pair: Pair, reason: str) -> None:
+        """Link and warm a pair again, because a request failed in a way that the link explains."""
+        log.warning("pair %s -> %s is linked again: %s", pair.prefill.url, pair.decode.url, reason)
+        pair.linked = pair.warmed = (0, 0)
+        self._reconcile()
+
+    # ------------------------------------------------------------ watching one worker
+
+    async def _watch(self, worker: Worker) -> None:
+        delay = RECONNECT_MIN_S
+        while True:
+            failure = WorkerUnreachable(f"{worker.url}/stream ended")
+            try:
+                self._register(worker, await worker.client.info(timeout_s=min(self._lost_s, 2.0)))
+                async for frame in worker.client.stream(start=worker.next_frame, silence_s=self._silence_s):
+                    if frame.generation != worker.generation:
+                        break
+                    delay = RECONNECT_MIN_S
+                    self._receive(worker, frame)
+            except WorkerUnreachable as error:
+                failure = error
+            except WorkerError as error:
+                # It answers, but has not kept the frames that we lack (or is no worker at all): start from now.
+                failure = WorkerUnreachable(error.message)
+                worker.next_frame = 0
+                self._fail_requests(worker, f"{worker.url}: lost part of its event stream: {error.message}")
+            self._disconnected(worker, failure)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, RECONNECT_MAX_S)
+
+    def _register(self, worker: Worker, info: WorkerInfo) -> None:
+        if info.generation != worker.generation:
+            if worker.generation:
+                self._end_life(worker, f"{worker.url} was restarted", is_dead=True)
+            log.info(
+                "%s worker %s at %s: generation %s, %s", worker.role, info.id, info.url, info.generation, info.state
+            )
+            worker.generation = info.generation
+            worker.next_frame = 0
+            worker.stats = info.stats
+        worker.info = info
+        worker.state, worker.reason = info.state, info.reason
+        refusal = _refusal(worker, info)
+        if refusal and not worker.is_refused:
+            log.error("%s", refusal)
+        worker.is_refused = bool(refusal)
+        if refusal:
+            worker.state, worker.reason = "failed", refusal
+        self._reconcile()
+
+    def _receive(self, worker: Worker, frame: StreamFrame) -> None:
+        if worker.next_frame and frame.number < worker.next_frame:
+            return
+        if worker.next_frame and frame.number > worker.next_frame:
+            self._fail_requests(
+                worker, f"{worker.url}: frames {worker.next_frame} to {frame.number - 1} of its stream are lost"
+            )
+        worker.next_frame = frame.number + 1
+        has_more_room = False
+        for output in frame.outputs:
+            inbox = worker.inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.push(output)
+            has_more_room = has_more_room or output.finish_reason is not None or output.error is not None
+        if frame.stats is not None:
+            before, worker.stats = worker.stats, frame.stats
+            has_more_room = has_more_room or (
+                frame.stats.free_blocks > before.free_blocks
+                or frame.stats.free_slots > before.free_slots
+                or frame.stats.queued_tokens < before.queued_tokens
+            )
+        if not worker.is_connected:
+            worker.is_connected = True
+            worker.is_lost = False
+            worker.unreachable_since = None
+            self._reconcile()
+        if not worker.is_refused and frame.state != worker.state:
+            log.info("%s worker %s: %s -> %s", worker.role, worker.url, worker.state, frame.state)
+            worker.state, worker.reason = frame.state, frame.reason
+            # Endpoints, limits and fingerprints come with the later states.
+            self._spawn(self._refresh(worker))
+            self._reconcile()
+        if has_more_room:
+            self.notify()
+
+    async def _refresh(self, worker: Worker) -> None:
+        try:
+            self._register(worker, await worker.client.info())
+        except WorkerError as error:
+            log.warning("%s: could not be asked after its state changed: %s", worker.url, error.message)
+
+    def _disconnected(self, worker: Worker, failure: WorkerUnreachable) -> None:
+        now = time.monotonic()
+        if worker.unreachable_since is None:
+            worker.unreachable_since = now
+        worker.is_connected = False
+        worker.reason = failure.message
+        is_dead = failure.is_refused
+        if now - worker.unreachable_since >= self._lost_s and (
+            not worker.is_lost or (is_dead and worker.dead_generation != worker.generation)
+        ):
+            worker.state = "unreachable"
+            log.warning("%s worker %s is lost: %s", worker.role, worker.url, failure.message)
+            self._end_life(worker, f"{worker.url} is lost: {failure.message}", is_dead=is_dead)
+        self._reconcile()
+
+    def _end_life(self, worker: Worker, message: str, *, is_dead: bool) -> None:
+        """Fail what runs at a worker; if it is dead for certain, tell the other side so that it lets go."""
+        self._fail_requests(worker, message)
+        worker.is_lost = True
+        for pair in self.pairs:
+            if worker in (pair.prefill, pair.decode):
+                pair.linked = pair.warmed = (0, 0)
+        if not is_dead or not worker.generation or worker.dead_generation == worker.generation:
+            return
+        worker.dead_generation = worker.generation
+        lost = protocol.WriterLost(generation=worker.generation)
+        for peer in self.decodes if worker.role == "prefill" else self.prefills:
+            if peer.generation:
+                self._spawn(self._tell(peer, lost))
+
+    async def _tell(self, peer: Worker, lost: protocol.WriterLost) -> None:
+        generation = peer.generation
+        for delay in TELL_DELAYS_S:
+            await asyncio.sleep(delay)
+            if peer.generation != generation:
+                return
+            try:
+                if peer.role == "decode":
+                    await peer.client.writer_lost(lost)
+                else:
+                    await peer.client.unlink(lost)
+                return
+            except WorkerError as error:
+                failure = error.message
+        log.warning("%s could not be told that generation %s is dead: %s", peer.url, lost.generation, failure)
+
+    def _fail_requests(self, worker: Worker, message: str) -> None:
+        for inbox in worker.inboxes.values():
+            inbox.fail(WorkerError("worker_lost", message))
+
+    # ------------------------------------------------------------ bringing up pairs
+
+    def _reconcile(self) -> None:
+        """Start what a change of any worker makes necessary."""
+        for pair in self.pairs:
+            needs_work = pair.warmed != pair.generations
+            if pair.state in ("linking", "warming") and needs_work and pair.task is None:
+                pair.task = self._spawn(self._bring_up(pair))
+        ready = self.is_ready
+        if self._was_ready and not ready:
+            self.unready_since = time.monotonic()
+        if ready != self._was_ready:
+            log.info("router is %s", "ready" if ready else f"not ready: pairs are {self.state}")
+        self._was_ready = ready
+        self.notify()
+
+    async def _bring_up(self, pair: Pair) -> None:
+        assert self._warm_up is not None
+        delay = BRING_UP_MIN_S
+        try:
+            while pair.state in ("linking", "warming"):
+                generations = pair.generations
+                try:
+                    if pair.linked != generations:
+                        reply = await pair.prefill.client.link(_link_request(pair), timeout_s=LINK_TIMEOUT_S)
+                        pair.transport, pair.lane = reply.transport, reply.lane
+                        pair.linked = generations
+                    await self._warm_up(pair)
+                except WorkerError as error:
+                    if pair.reason != error.message:
+                        log.warning("pair %s -> %s: %s", pair.prefill.url, pair.decode.url, error.message)
+                    pair.reason = error.message
+                    if error.code not in ("no_capacity", "not_ready"):
+                        pair.linked = (0, 0)
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, BRING_UP_MAX_S)
+                    continue
+                if pair.generations == generations and pair.linked == generations:
+                    pair.warmed, pair.reason = generations, ""
+                    log.info(
+                        "pair %s -> %s is warm: %s over %s",
+                        pair.prefill.url,
+                        pair.decode.url,
+                        pair.transport,
+                        pair.lane,
+                    )
+                    return
+        finally:
+            pair.task = None
+            self._reconcile_soon()
+
+    def _reconcile_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._reconcile)
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a watching task failed", exc_info=task.exception())
+
+
+def _refusal(worker: Worker, info: WorkerInfo) -> str:
+    """Return why a worker can't be used at all, with what was wanted and found; "" if it can."""
+    if info.role != worker.role:
+        return f"{worker.url} is a {info.role} worker, but was given as --{worker.role}: swap the URLs"
+    if info.fingerprints is not None and info.fingerprints.protocol != PROTOCOL_VERSION:
+        return (
+            f"{worker.url} speaks protocol {info.fingerprints.protocol}, this router {PROTOCOL_VERSION}: "
+            "start both from the same version"
+        )
+    return ""
+
+
+def _link_request(pair: Pair) -> protocol.LinkRequest:
+    info = pair.decode.info
+    assert info is not None and info.fingerprints is not None
+    return protocol.LinkRequest(
+        worker_id=info.id,
+        generation=info.generation,
+        url=pair.decode.url,
+        fingerprints=info.fingerprints,
+        endpoints=info.endpoints,
+    )
+
+
+def _prefill_snapshot(worker: Worker) -> PrefillSnapshot:
+    assert worker.info is not None and worker.info.limits is not None
+    limits = worker.info.limits
+    return PrefillSnapshot(
+        url=worker.url,
+        prefills=len(worker.prefills),
+        tokens=sum(worker.prefills.values()),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
+
+
+def _decode_snapshot(worker: Worker) -> DecodeSnapshot:
+    return DecodeSnapshot(url=worker.url, requests=len(worker.inboxes), free_blocks=worker.stats.free_blocks)
