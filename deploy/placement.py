@@ -17,9 +17,9 @@ from engine.numa import NumaTopology, format_cpu_list, parse_cpu_list
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """config: with `threads` filled in, and `cpus` if the group is pinned. gpus: CUDA indices in PCI order, one per rank, () on CPU.
+    """config: with `threads` filled in, and `cpus` if the group is pinned.
 
-    threads: of each rank's arithmetic.
+    gpus: CUDA indices in PCI order, one per rank; () on CPU. threads: of each rank's arithmetic.
     """
 
     config: EngineConfig

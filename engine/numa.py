@@ -178,9 +178,9 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     for part in text.strip().split(","):
         if not part.strip():
             continue
-        first, _, last = part.partition("-")
+        first, dash, last = part.partition("-")
         try:
-            low, high = int(first), int(last or first)
+            low, high = int(first), int(last if dash else first)
         except ValueError:
             raise ValueError(f"cpus {text.strip()!r}: wanted a list such as 0-15,32") from None
         if low < 0 or high < low:
