@@ -1,8 +1,7 @@
 """From logits to tokens: penalties, then greedy or noisy choice, row by row, so that no row depends on its neighbours.
 
     penalties: presence and frequency count outputs; repetition divides (positive) or multiplies (negative) the
-    logits of
-        every token that the prompt or the output contains
+        logits of every token that the prompt or the output contains
     greedy: temperature below 1e-3, top_k 1, top_p 0 or min_p 1: the best logit, lowest id on ties
     else: logits / temperature; keep p >= min_p * max p, the top_k best, and the fewest best whose probability reaches
         top_p (ties to the lower id; the best always stays); then argmax of logits + Gumbel noise

@@ -88,6 +88,7 @@ class DeepSeekV4Config(msgspec.Struct, frozen=True, kw_only=True):
     hc_sinkhorn_iters: int
     hc_eps: float
     rms_norm_eps: float
+    weight_block_size: tuple[int, int] = (128, 128)
     bos_token_id: int = 0
     eos_token_ids: tuple[int, ...] = ()
 
@@ -126,6 +127,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     if kind != "yarn":
         raise ConfigError(f"config.json: rope_scaling type is {kind!r}; only 'yarn' is implemented")
     values = {name: raw[name] for name in needed}
+    values["weight_block_size"] = _block_size(raw.get("quantization_config") or {})
     values["compress_ratios"] = _layer_ratios(raw)
     values["bos_token_id"] = raw.get("bos_token_id") or 0
     values["eos_token_ids"] = sorted({*_ids(raw), *_ids(generation or {})})
@@ -137,6 +139,25 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     return config
 
 
+def shard_paths(folder: str | Path) -> list[Path]:
+    """Return the checkpoint's weight files, sorted: those of model.safetensors.index.json, or model.safetensors.
+
+    Other safetensors files in the folder are none of our business. Raises ConfigError if a file is missing.
+    """
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index}: has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"{folder}: lacks {', '.join(missing[:5])} ({len(missing)} of {len(names)} weight files)")
+    return [folder / name for name in names]
+
+
 def model_fingerprint(folder: str | Path) -> str:
     """Return 16 hex digits that name config and weights of a checkpoint folder.
 
@@ -146,10 +167,7 @@ def model_fingerprint(folder: str | Path) -> str:
     """
     folder = Path(folder)
     digest = hashlib.sha256(msgspec.json.encode(load_config(folder)))
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise ConfigError(f"{folder}: no *.safetensors file; give a folder with config.json and weights")
-    for shard in shards:
+    for shard in shard_paths(folder):
         size = shard.stat().st_size
         digest.update(f"{shard.name}:{size};".encode())
         with shard.open("rb") as file:
@@ -213,6 +231,17 @@ def _layer_ratios(raw: dict[str, Any]) -> tuple[int, ...]:
         if ratio not in SUPPORTED_RATIOS:
             raise ConfigError(f"config.json: compress_ratios[{index}] is {ratio}; supported are 0, 4 and 128")
     return tuple(ratios[:layers])
+
+
+def _block_size(quantization: dict[str, Any]) -> Any:
+    """Return the tile of an FP8 scale, after refusing formats that the loader can't read."""
+    method, experts = quantization.get("quant_method", "fp8"), quantization.get("moe_quant_algo")
+    if method != "fp8" or experts is not None:
+        raise ConfigError(
+            f"config.json: quantization_config has quant_method {method!r}, moe_quant_algo {experts!r}; "
+            "the loader reads bf16, FP8 in 128x128 tiles and MXFP4 experts: take the official checkpoint"
+        )
+    return quantization.get("weight_block_size") or (128, 128)
 
 
 def _ids(raw: dict[str, Any]) -> list[int]:

@@ -1,0 +1,106 @@
+"""Attention of the three layer kinds: window only, window + CSA entries (indexer), window + HCA entries (all visible).
+
+The cache is read and written here and nowhere else in the model. Order matters: entries of this step are stored first
+(a token sees the entry it completes), the window ring last (attention still needs the rows it overwrites).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.model.compressor import Compressor, Indexer
+from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.layers import Linear, RMSNorm, Rotations, Weights
+from kernels.cache_write import write_window
+from kernels.gemm import grouped_linear
+from kernels.norm_rope import rms_norm, rope
+from kernels.ragged import RaggedBatch
+from kernels.rows import Rows
+from kernels.sparse_attention import sparse_attention
+
+
+class CacheViews(Protocol):
+    """What the model asks of a cache."""
+
+    def rows(self, region: str, layer: int) -> Rows:
+        """Return the view of layer number `layer` inside a region."""
+
+
+class Attention:
+    """One layer's attention sublayer: [T, H] in, [T, H] out."""
+
+    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
+        prefix = f"layers.{layer}.attn"
+        self.layer, self.ratio, self.eps = layer, config.compress_ratios[layer], config.rms_norm_eps
+        self.index = config.layers_of(self.ratio).index(layer)
+        self.heads, self.dim = config.num_attention_heads, config.head_dim
+        self.scale = self.dim**-0.5
+        self.q_down = Linear(weights, f"{prefix}.wq_a")
+        self.q_norm = RMSNorm(weights, f"{prefix}.q_norm", self.eps)
+        self.q_up = Linear(weights, f"{prefix}.wq_b")
+        self.kv = Linear(weights, f"{prefix}.wkv")
+        self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
+        self.sink = weights.pop(f"{prefix}.attn_sink")
+        grouped = weights.pop(f"{prefix}.wo_a.weight")
+        self.out_down = grouped.view(config.o_groups, config.o_lora_rank, grouped.shape[1])
+        self.out_up = Linear(weights, f"{prefix}.wo_b")
+        self.compressor = Compressor(weights, f"{prefix}.compressor", config, self.ratio) if self.ratio else None
+        self.indexer = None
+        if self.ratio == CSA_RATIO:
+            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
+
+    def __call__(self, x: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
+        """Return the sublayer's output [T, H] for normed x [T, H], and store what later steps need."""
+        rotation = rotations.tokens(self.ratio)
+        latent = self.q_norm(self.q_down(x))
+        q = self.q_up(latent).view(-1, self.heads, self.dim)
+        q = rope(rms_norm(q, eps=self.eps), rotation)
+        kv = rope(self.kv_norm(self.kv(x)), rotation)
+
+        window = cache.rows("window", self.layer)
+        pool, selected, is_finite = self._entries(x, latent, batch, rotations, cache)
+        out, _ = sparse_attention(
+            q,
+            window.round_trip(kv),
+            batch,
+            window,
+            sink=self.sink,
+            scale=self.scale,
+            compressed=pool,
+            ratio=self.ratio,
+            selected=selected,
+        )
+        write_window(kv, batch, window)
+        if is_finite is not None:
+            # A key that was never written must not pass for one that scored low.
+            out = out.masked_fill(~is_finite[:, None, None], math.nan)
+        out = rope(out, rotation.conj()).to(x.dtype)
+        groups = self.out_down.shape[0]
+        return self.out_up(grouped_linear(out.view(x.shape[0], groups, -1), self.out_down).flatten(1))
+
+    def _entries(
+        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews
+    ) -> tuple[Rows | None, Tensor | None, Tensor | None]:
+        """Store this step's entries; return the layer's pool, the selection and its soundness, as far as there are
+        any."""
+        if self.compressor is None:
+            return None, None, None
+        name = "csa" if self.ratio == CSA_RATIO else "hca"
+        pool = cache.rows(f"{name}_kv", self.index)
+        entries = rotations.entries(self.ratio)
+        self.compressor(x, batch, entries, state=cache.rows(f"{name}_state", self.index), pool=pool)
+        if self.indexer is None:
+            return pool, None, None
+        selected, is_finite = self.indexer(
+            x,
+            latent,
+            batch,
+            rotations.tokens(self.ratio),
+            entries,
+            state=cache.rows("index_state", self.index),
+            keys=cache.rows("csa_index", self.index),
+        )
+        return pool, selected, is_finite

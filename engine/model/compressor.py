@@ -1,0 +1,83 @@
+"""Compressor: from hidden states to entries in the cache. Indexer: which of them each token attends."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.layers import Linear, RMSNorm, Weights
+from kernels.cache_write import write_entries
+from kernels.compress import compress_csa, compress_hca
+from kernels.indexer import index_entries
+from kernels.norm_rope import rope
+from kernels.quant import hadamard
+from kernels.ragged import RaggedBatch
+from kernels.rows import Rows, round_trip
+
+QUANTISED_INDEX = ("fp8_index", "fp4_index")
+
+
+class Compressor:
+    """Pools `ratio` tokens into one row: gated softmax, norm, rope at the entry's first position. float32
+    throughout."""
+
+    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, ratio: Literal[4, 128] | int) -> None:
+        self.ratio = ratio
+        self.bias = weights.pop(f"{prefix}.ape")
+        self.weight = torch.cat([weights.pop(f"{prefix}.wkv.weight"), weights.pop(f"{prefix}.wgate.weight")])
+        self.norm = RMSNorm(weights, f"{prefix}.norm", config.rms_norm_eps)
+
+    def __call__(
+        self, x: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
+    ) -> None:
+        """Move `state` on by x [T, H] and store the completed entries in `pool`. rotate: Hadamard before rounding."""
+        kv, gate = torch.nn.functional.linear(x.float(), self.weight).chunk(2, -1)
+        gate = gate + self.bias[batch.positions % self.ratio]
+        compress = compress_csa if self.ratio == CSA_RATIO else compress_hca
+        pooled = compress(kv.contiguous(), gate, batch, state)
+        if pooled.shape[0]:
+            rows = rope(self.norm(pooled), rotation)
+            write_entries(hadamard(rows) if rotate else rows, batch, self.ratio, pool)
+
+
+class Indexer:
+    """Scores entries by a small attention of its own and picks the best. Its keys have a compressor of their own."""
+
+    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
+        self.query = Linear(weights, f"{prefix}.wq_b")
+        self.head_weight = Linear(weights, f"{prefix}.weights_proj")
+        self.compressor = Compressor(weights, f"{prefix}.compressor", config, CSA_RATIO)
+        self.heads, self.dim, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.scale = (self.heads * self.dim) ** -0.5
+        self.use_hadamard = use_hadamard
+
+    def __call__(
+        self,
+        x: Tensor,
+        latent: Tensor,
+        batch: RaggedBatch,
+        rotation: Tensor,
+        entries: Tensor,
+        *,
+        state: Rows,
+        keys: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys, then return selected [T, K] int64 and is_finite [T].
+
+        x [T, H]: normed hidden states.   latent [T, q_lora]: normed query latent.   rotation, entries: see Rotations.
+        """
+        rotate = self.use_hadamard and keys.format in QUANTISED_INDEX
+        self.compressor(x, batch, entries, state=state, pool=keys, rotate=rotate)
+        if batch.max_visible(CSA_RATIO) <= self.top_k:
+            query = x.new_empty((x.shape[0], self.heads, self.dim))  # every visible entry is taken: nothing is scored
+            return index_entries(query, query[..., 0], batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
+        query = rope(self.query(latent).view(-1, self.heads, self.dim), rotation)
+        if rotate:
+            query = hadamard(query)
+        if keys.format in QUANTISED_INDEX:
+            query = round_trip(query, keys.format)
+        weight = self.head_weight(x).float() * self.scale
+        return index_entries(query, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)

@@ -1,0 +1,109 @@
+"""Small parts that several layers use: norm, linear, rotary frequencies, hyper-connection.
+
+Each holds its weights and calls one kernel. Modules take their tensors out of the loaded dict (`pop`), so that
+nothing is held twice and what nobody took shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
+from kernels.gemm import linear
+from kernels.hyper_connection import hc_post, hc_pre
+from kernels.norm_rope import rms_norm, rotation_at
+from kernels.ragged import RaggedBatch
+
+Weights = dict[str, Tensor]
+
+
+class Linear:
+    """y = x W^T, in the dtype of W. weight: [out, in]."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.weight = weights.pop(f"{name}.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x.to(self.weight.dtype), self.weight)
+
+
+class RMSNorm:
+    """Norm over the last axis, float32 in and out."""
+
+    def __init__(self, weights: Weights, name: str, eps: float) -> None:
+        self.weight = weights.pop(f"{name}.weight")
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rotations:
+    """exp(1j * angle) of one step, complex64 [.., R/2].
+
+    window: tokens, in layers without compressor.   compressed: tokens, in the others (another base, YaRN).
+    csa, hca: the entries completed in this step, at their first position.
+    """
+
+    window: Tensor
+    compressed: Tensor
+    csa: Tensor
+    hca: Tensor
+
+    def tokens(self, ratio: int) -> Tensor:
+        return self.compressed if ratio else self.window
+
+    def entries(self, ratio: int) -> Tensor:
+        return self.csa if ratio == CSA_RATIO else self.hca
+
+
+class Rotary:
+    """The two frequency sets: plain for window-only layers, YaRN-blended for layers with a compressor. No mscale."""
+
+    def __init__(self, config: DeepSeekV4Config, device: torch.device) -> None:
+        channels, yarn = config.qk_rope_head_dim, config.rope_scaling
+        exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+        self.window = config.rope_theta**-exponent
+        plain = config.compress_rope_theta**-exponent
+
+        def channel_of(rotations: float) -> float:
+            wavelength = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return channels * math.log(wavelength) / (2 * math.log(config.compress_rope_theta))
+
+        low = max(math.floor(channel_of(yarn.beta_fast)), 0)
+        high = min(math.ceil(channel_of(yarn.beta_slow)), channels - 1)
+        ramp = (torch.arange(channels // 2, device=device) - low) / max(high - low, 1e-3)
+        ramp = ramp.clamp(0, 1)
+        self.compressed = plain / yarn.factor * ramp + plain * (1 - ramp)
+
+    def at(self, batch: RaggedBatch) -> Rotations:
+        """Return the rotations of a step's tokens and completed entries."""
+        return Rotations(
+            window=rotation_at(batch.positions, self.window),
+            compressed=rotation_at(batch.positions, self.compressed),
+            csa=rotation_at(batch.entries(CSA_RATIO).position, self.compressed),
+            hca=rotation_at(batch.entries(HCA_RATIO).position, self.compressed),
+        )
+
+
+class HyperConnection:
+    """Collapses the streams into a sublayer's input and spreads its output over them again."""
+
+    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config) -> None:
+        self.fn = weights.pop(f"{prefix}_fn")
+        self.base = weights.pop(f"{prefix}_base")
+        self.scale = weights.pop(f"{prefix}_scale")
+        self.eps, self.norm_eps, self.iters = config.hc_eps, config.rms_norm_eps, config.hc_sinkhorn_iters
+
+    def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x [T, H], post [T, n] and the mixing matrices [T, n, n]."""
+        return hc_pre(streams, self.fn, self.base, self.scale, eps=self.eps, norm_eps=self.norm_eps, iters=self.iters)
+
+    def post(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """Return the next streams [T, n, H]."""
+        return hc_post(y, streams, post, comb)
