@@ -1,0 +1,135 @@
+"""ModelRunner: runs StepPlans on one rank, for prefill and decode alike.
+
+It owns the model, the cache and what the rank remembers of its sequences. A decode step is a plan whose steps have one
+token each; there is no other difference.
+
+Failing closed: a sequence whose activations or logits are not finite is reported as failed and gets no token; its
+neighbours go on, since no operation mixes rows of different sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, RunningSequences
+from engine.cache import KVCache
+from engine.config import EngineConfig
+from engine.model.config import load_config, model_fingerprint
+from engine.model.layout import build_layout
+from engine.model.model import DeepSeekV4
+from engine.model.weights import load_weights
+from engine.plan import StepPlan
+from engine.sampler import Sampler
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelRunner:
+    """One rank's model and cache.
+
+    on_logits: if set, called with (seq, position of the last token, its logits [V] float32) for each sequence that
+    samples, before it does: a seam for tests.
+    """
+
+    def __init__(self, config: EngineConfig, *, num_blocks: int, num_slots: int) -> None:
+        """Allocate the cache. Raises ConfigError for a model that can't be served, ValueError for a bad block size."""
+        self.config = config
+        self.model_config = load_config(config.model)
+        self.model_fingerprint = model_fingerprint(config.model)
+        self.device = torch.device(config.device)
+        layout = build_layout(
+            self.model_config,
+            block_tokens=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            index_cache_dtype=config.index_cache_dtype,
+        )
+        self.cache = KVCache(layout, num_blocks, num_slots, self.device)
+        if config.pool_poison:
+            self.cache.poison()
+        self.sequences = RunningSequences(
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            block_tokens=config.block_size,
+            vocab_size=self.model_config.vocab_size,
+            eos=self.model_config.eos_token_ids,
+        )
+        self.on_logits: Callable[[int, int, Tensor], None] | None = None
+        self._sampler = Sampler(self.model_config.vocab_size, self.device)
+        self._model: DeepSeekV4 | None = None
+
+    def load(self, progress: Callable[[str], None] | None = None) -> None:
+        """Read the weights; `progress` gets a line of text now and then. Raises WeightsError."""
+        loaded = load_weights(self.config.model, self.model_config, dtype=DTYPES[self.config.dtype], progress=progress)
+        tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}
+        self._model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
+        """Carry out a plan; return (seq, token id) of those that sampled and (seq, reason) of those that failed.
+
+        Ends leave first, then starts enter, then steps run. A failed sequence stays until the plan that ends it.
+        Raises PlanError if leader and rank are out of step.
+        """
+        for seq in plan.ends:
+            self.sequences.end(seq)
+        for start in plan.starts:
+            self.sequences.start(start)
+        failed = [(s.seq, problem) for s in plan.steps if (problem := self.sequences.problem_of(s))]
+        refused = {seq for seq, _ in failed}
+        steps = [s for s in plan.steps if s.seq not in refused]
+        if not steps:
+            return [], failed
+        if self._model is None:
+            raise RuntimeError("the model is not loaded: call load() before run()")
+        batch = self.sequences.pack(steps, self.device)
+        streams = self._model.forward(batch.token_ids, batch.ragged, self.cache)
+        is_finite = self._finite_sequences(streams, batch)
+        failed += [
+            (seq, "the hidden state is not finite: the cache or the weights hold NaN or infinite values")
+            for seq, fine in zip(batch.seqs, is_finite, strict=True)
+            if not fine
+        ]
+        tokens, unsound = self._sample(self._model, streams, batch, is_finite)
+        return tokens, failed + unsound
+
+    def _finite_sequences(self, streams: Tensor, batch: Batch) -> list[bool]:
+        bad = (~streams.isfinite().flatten(1).all(1)).long()
+        return [
+            n == 0
+            for n in torch.zeros(len(batch.seqs), dtype=torch.int64, device=bad.device)
+            .index_add_(0, batch.ragged.sequence, bad)
+            .tolist()
+        ]
+
+    def _sample(
+        self, model: DeepSeekV4, streams: Tensor, batch: Batch, is_finite: list[bool]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
+        """Return tokens and failures of the sequences that sample."""
+        if not batch.sampled:
+            return [], []
+        logits = model.logits(streams[batch.last_rows])
+        sound = logits.isfinite().all(1).tolist()
+        chosen: list[int] = []
+        failed: list[tuple[int, str]] = []
+        for row, index in enumerate(batch.sampled):
+            seq, (start, length) = batch.seqs[index], batch.ragged.spans[index]
+            if self.on_logits is not None:
+                self.on_logits(seq, start + length - 1, logits[row])
+            if not is_finite[index]:
+                continue
+            if sound[row]:
+                chosen.append(row)
+            else:
+                failed.append((seq, f"the logits at position {start + length - 1} are not finite"))
+        if not chosen:
+            return [], failed
+        seqs = [batch.seqs[batch.sampled[row]] for row in chosen]
+        ends = [sum(batch.ragged.spans[batch.sampled[row]]) for row in chosen]
+        states = [self.sequences[seq].sampling for seq in seqs]
+        token_ids = self._sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], states, ends)
+        for state, token_id in zip(states, token_ids, strict=True):
+            state.add(token_id)
+        return list(zip(seqs, token_ids, strict=True)), failed

@@ -1,0 +1,130 @@
+"""Sampler: one token per row, each by its own SamplingParams.
+
+Order: min_tokens (end-of-sequence and stop ids masked), logit_bias, penalties, then greedy or noisy choice
+(kernels/sampling.py). Counts for penalties are kept per sequence, sparse, and only where a penalty is on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import apply_penalties, sample
+from router.protocol import SamplingParams
+
+
+class SamplingState:
+    """What choosing the next token of one sequence depends on besides its logits.
+
+    num_outputs: output tokens so far, prior ones of a resumed request included.
+    """
+
+    def __init__(
+        self, params: SamplingParams, token_ids: Sequence[int], num_outputs: int, *, eos: Sequence[int]
+    ) -> None:
+        """token_ids: the prompt, then the `num_outputs` known outputs."""
+        self.params = params
+        self.num_outputs = num_outputs
+        self.has_penalties = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+        self.stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)})
+        self.prompt_ids: set[int] = set()
+        self.output_counts: Counter[int] = Counter()
+        if self.has_penalties:
+            split = len(token_ids) - num_outputs
+            self.prompt_ids = set(token_ids[:split])
+            self.output_counts = Counter(token_ids[split:])
+
+    def add(self, token_id: int) -> None:
+        """Count a token that was chosen."""
+        self.num_outputs += 1
+        if self.has_penalties:
+            self.output_counts[token_id] += 1
+
+
+class Sampler:
+    """Turns logits into tokens for a batch. Holds nothing between calls."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[int]:
+        """Return one token id per row of logits [B, V] float32 (finite; left as they are).
+
+        positions: absolute position of each token being chosen, which keys its noise.
+        """
+        logits = self._masked(logits, states)
+        logits = self._penalised(logits, states)
+        params = [s.params for s in states]
+        return [
+            int(token)
+            for token in sample(
+                logits,
+                temperature=self._floats([p.temperature for p in params]),
+                top_k=self._ints([p.top_k for p in params]),
+                top_p=self._floats([p.top_p for p in params]),
+                min_p=self._floats([p.min_p for p in params]),
+                seed=self._ints([_as_int64(p.seed) for p in params]),
+                position=self._ints(list(positions)),
+            ).tolist()
+        ]
+
+    def _masked(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        rows: list[int] = []
+        columns: list[int] = []
+        values: list[float] = []
+        for row, state in enumerate(states):
+            for token_id, bias in state.params.logit_bias.items():
+                if 0 <= token_id < self.vocab_size:
+                    rows.append(row)
+                    columns.append(token_id)
+                    values.append(bias)
+            if state.num_outputs < state.params.min_tokens:
+                inside = [t for t in state.stop_ids if 0 <= t < self.vocab_size]
+                rows.extend([row] * len(inside))
+                columns.extend(inside)
+                values.extend([-math.inf] * len(inside))
+        if not rows:
+            return logits
+        places = (self._ints(rows), self._ints(columns))
+        return logits.clone().index_put_(places, self._floats(values), accumulate=True)
+
+    def _penalised(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        rows = [row for row, state in enumerate(states) if state.has_penalties]
+        if not rows:
+            return logits
+        seen = torch.zeros((len(rows), self.vocab_size), dtype=torch.bool, device=self.device)
+        counts = torch.zeros((len(rows), self.vocab_size), device=self.device)
+        for i, row in enumerate(rows):
+            outputs = states[row].output_counts
+            seen[i, self._ints([*states[row].prompt_ids, *outputs])] = True
+            counts[i, self._ints(list(outputs))] = self._floats(list(outputs.values()))
+        params = [states[row].params for row in rows]
+        logits = logits.clone()
+        logits[rows] = apply_penalties(
+            logits[rows],
+            seen,
+            counts,
+            presence=self._floats([p.presence_penalty for p in params]),
+            frequency=self._floats([p.frequency_penalty for p in params]),
+            repetition=self._floats([p.repetition_penalty for p in params]),
+        )
+        return logits
+
+    def _floats(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _as_int64(seed: int) -> int:
+    """Fold any Python integer into a signed 64-bit one."""
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - (1 << 64) if seed >> 63 else seed
