@@ -29,8 +29,9 @@ import psutil
 from deploy import local_ray, preflight, state
 from deploy.config import ClusterConfig
 from deploy.group import Group, Member, StartFailed, kill_and_wait
-from deploy.progress import Progress
+from deploy.progress import Progress, output_to
 from deploy.router_process import RouterProcess
+from deploy.router_view import RouterView
 from router.protocol import WriterLost, encode
 
 POLL_S = 0.25
@@ -85,7 +86,8 @@ class _Cluster:
         self._router_restarts: deque[float] = deque()
         self._http = httpx.Client(timeout=5, trust_env=False)
         self._stop = threading.Event()
-        self._states: dict[str, str] = {}
+        self._view = RouterView(config.router.url, http=self._http, progress=progress)
+        self._silence = contextlib.ExitStack()
 
     # ------------------------------------------------------------ life
 
@@ -109,6 +111,7 @@ class _Cluster:
         shutil.rmtree(self._log_dir, ignore_errors=True)
         self._log_dir.mkdir(parents=True)
         self._save_state()
+        self._silence.enter_context(output_to(self._log_dir / "ray.log"))
         root = str(Path(__file__).resolve().parent.parent)
         # every process of the cluster finds the same sources, whatever folder it was started in
         self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, self._environ.get("PYTHONPATH")]))
@@ -126,6 +129,8 @@ class _Cluster:
         )
         self.catch_signals()  # Ray has just installed its own
         self._raise_if_stopped()
+        for group in self._groups:
+            group.create()
         for group in self._groups:
             self._start_group(group)
         self._await_addresses(self._groups)
@@ -152,18 +157,18 @@ class _Cluster:
     def _await_ready(self) -> None:
         limit = self._config.supervisor.ready_timeout_s
         begun = time.monotonic()
-        while not self._is_ready():
+        while not self._view.is_ready():
             self._raise_if_stopped()
-            self._show_states()
+            self._view.look(self._groups)
             self._collect_deaths(POLL_S)
             self._mind_router()
             if limit and time.monotonic() - begun > limit:
                 raise ClusterFailed(
-                    f"not ready after {limit:g} s ({self._summary()}); see {self._log_dir}, or raise "
+                    f"not ready after {limit:g} s ({self._view.summary()}); see {self._log_dir}, or raise "
                     "supervisor: ready_timeout_s"
                 )
-        self._show_states()
-        self._progress.ready(self._config, self._topology() or {}, self._log_dir)
+        self._view.look(self._groups)
+        self._progress.ready(self._config, self._view.topology(), self._log_dir)
 
     def _watch(self) -> None:
         looked = 0.0
@@ -173,7 +178,7 @@ class _Cluster:
             self._mind_router()
             if time.monotonic() - looked > WATCH_S:
                 looked = time.monotonic()
-                self._show_states()
+                self._view.look(self._groups)
 
     # ------------------------------------------------------------ deaths
 
@@ -208,6 +213,7 @@ class _Cluster:
         self._progress.say(f"{group.id}: starting again in {delay:g} s")
         if self._stop.wait(delay):
             raise Stopped
+        group.create()
         self._start_group(group)
         self._await_addresses([group])
 
@@ -249,44 +255,6 @@ class _Cluster:
                         headers={"content-type": "application/msgpack"},
                     )
 
-    # ------------------------------------------------------------ what the router says
-
-    def _topology(self) -> dict[str, Any] | None:
-        try:
-            reply = self._http.get(self._config.router.url + "/topology")
-            return dict(reply.json()) if reply.status_code == 200 else None
-        except (httpx.HTTPError, ValueError):
-            return None
-
-    def _is_ready(self) -> bool:
-        try:
-            return self._http.get(self._config.router.url + "/ready").status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def _show_states(self) -> None:
-        """Print what has changed since the last look; note which groups have become ready."""
-        topology = self._topology() or {}
-        for worker in topology.get("workers", []):
-            group = next((group for group in self._groups if group.url == worker.get("url")), None)
-            if group is None:
-                continue
-            if worker["state"] == "ready":
-                group.was_ready = True
-            self._show(group.id, worker["state"], worker.get("reason", ""))
-        for pair in topology.get("pairs", []):
-            lane = f"{pair.get('transport', '')} over {pair['lane']}" if pair.get("lane") else ""
-            self._show(f"{pair['prefill']} -> {pair['decode']}", pair["state"], lane)
-
-    def _show(self, name: str, now: str, detail: str) -> None:
-        text = f"{now} ({detail})" if detail else now
-        if self._states.get(name) != text:
-            self._states[name] = text
-            self._progress.say(f"{name}: {text}")
-
-    def _summary(self) -> str:
-        return "; ".join(f"{name} {now}" for name, now in self._states.items()) or "the router does not answer"
-
     # ------------------------------------------------------------ end
 
     def _take_down(self) -> None:
@@ -311,6 +279,7 @@ class _Cluster:
         if self._is_private:
             kill_and_wait(pids)
         self._http.close()
+        self._silence.close()
         self._forget()
 
     def _forget(self) -> None:

@@ -57,6 +57,8 @@ class Group:
         self.num_starts = 0
         self.was_ready = False
         self.restarts: deque[float] = deque()
+        self._actors: list[Any] = []
+        self._log_paths: dict[str, Path] = {}
         self._address_call: Any = None
         self._bundles: Any = None
 
@@ -73,8 +75,8 @@ class Group:
     def runs(self) -> list[Any]:
         return [member.run for member in self.members]
 
-    def start(self) -> None:
-        """Create the actors and begin their `run`. Raises StartFailed if Ray does not bring them up."""
+    def create(self) -> None:
+        """Ask Ray for one more life of the group; several groups may come up at the same time."""
         import ray
 
         self.num_starts += 1
@@ -83,26 +85,32 @@ class Group:
         logs = {"leader": self.log_dir / f"{self.id}.leader.log"}
         logs |= {f"rank {r}": self.log_dir / f"{self.id}.rank{r}.log" for r in range(self.config.ranks)}
         options = self._options()
-        actors: list[Any] = [
+        self._log_paths = logs
+        self._actors = [
             ray.remote(LeaderProcess)
             .options(max_concurrency=LEADER_CONCURRENCY, **options(0))
             .remote(config, run_dir, str(logs["leader"]), not self.is_private)
         ]
         for rank in range(self.config.ranks):
-            actors.append(
+            self._actors.append(
                 ray.remote(RankProcess)
                 .options(**options(1 + rank))
                 .remote(config, run_dir, str(logs[f"rank {rank}"]), rank, self.placement.environment)
             )
+
+    def start(self) -> None:
+        """Begin the `run` of every actor. Raises StartFailed if Ray does not bring them up."""
+        import ray
+
         try:
-            pids = ray.get([actor.pid.remote() for actor in actors], timeout=START_TIMEOUT_S)
+            pids = ray.get([actor.pid.remote() for actor in self._actors], timeout=START_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise StartFailed(f"{self.id}: Ray did not start its processes: {' '.join(str(error).split())}") from None
         self.members = [
             Member(f"{self.id} {name}", actor, actor.run.remote(), pid, path)
-            for (name, path), actor, pid in zip(logs.items(), actors, pids, strict=True)
+            for (name, path), actor, pid in zip(self._log_paths.items(), self._actors, pids, strict=True)
         ]
-        self._address_call = actors[0].address.remote()
+        self._address_call = self._actors[0].address.remote()
 
     def read_address(self, timeout_s: float) -> bool:
         """Wait for the leader to listen; sets url, port and generation. Returns False if it does not yet.
@@ -138,11 +146,11 @@ class Group:
         """Kill what is left and return when the processes are gone (of this host: others are Ray's to end)."""
         import ray
 
-        for member in self.members:
-            ray.kill(member.actor, no_restart=True)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
         if self.is_private:
             kill_and_wait([member.pid for member in self.members])
-        self.members = []
+        self.members, self._actors = [], []
         self._address_call = None
 
     def _options(self) -> Any:

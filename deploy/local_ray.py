@@ -33,6 +33,13 @@ _ENVIRONMENT = {
 }
 
 
+_PRIVATE = {
+    # despite its name: this host is the whole cluster, so every port of Ray listens on loopback only
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+}
+
+
 def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, str], address: str = "") -> None:
     """Start a private Ray below `folder`, or join the one at `address`.
 
@@ -41,7 +48,7 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
     """
     environ.update(_ENVIRONMENT)
     if not address:
-        environ["RAY_AUTH_MODE"] = "token"
+        environ.update(_PRIVATE)
         environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         environ.pop("RAY_AUTH_TOKEN_PATH", None)
         environ.pop("RAY_ADDRESS", None)
@@ -65,7 +72,6 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         resources=nodes,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        _node_ip_address="127.0.0.1",
         _temp_dir=str(folder),
         **common,
     )

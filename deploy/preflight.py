@@ -13,7 +13,7 @@ from deploy.config import ClusterConfig
 from deploy.placement import Placement, place
 from engine.flags import ConfigError
 from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.config import DeepSeekV4Config
+from engine.model.config import load_config
 from engine.numa import SYSFS, NumaTopology, discover
 
 DISTRIBUTION = "isthmus"
@@ -39,7 +39,7 @@ def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True
     plans = []
     for group in config.groups:
         try:
-            plans.append(plan_memory(group, DeepSeekV4Config.from_folder(group.model)))
+            plans.append(plan_memory(group, load_config(group.model)))
         except (ValueError, OSError) as error:
             raise ConfigError(f"{group.worker_id}: {error}") from None
     return Preflight(topology, placements, tuple(plans))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ from deploy.config import ClusterConfig
 
 class Progress:
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        # a descriptor of its own: this process's output is sent elsewhere while Ray runs in it
+        self._console = console or Console(file=os.fdopen(os.dup(1), "w"), highlight=False, soft_wrap=True)
         self._begun = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -37,6 +42,25 @@ class Progress:
 
     def _line(self, markup: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._begun:6.1f} s[/]  {markup}")
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send what this process prints to a file, its native libraries included; Progress goes on printing where it did."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(kept, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def has_tokenizer(config: ClusterConfig) -> bool:

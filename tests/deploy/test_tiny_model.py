@@ -36,9 +36,9 @@ def test_files_stay_small(folder: Path) -> None:
 
 
 def test_engine_reads_its_config(folder: Path) -> None:
-    from engine.model.config import DeepSeekV4Config
+    from engine.model.config import load_config
 
-    model = DeepSeekV4Config.from_folder(str(folder))
+    model = load_config(folder)
     assert model.vocab_size == 129280
 
 
