@@ -1,9 +1,8 @@
 """The router's HTTP application: routes, error objects, and the life of everything behind them.
 
 POST /v1/chat/completions  /v1/completions      GET /v1/models  /v1/models/{id}
-GET  /health                 200 while the process serves, 503 before a pair is ready
-GET  /live  /liveness        200 as long as the process lives
-GET  /ready  /readiness      200 when a pair is ready, else 503 with the state and Retry-After
+GET  /live  /liveness             200 as long as the process lives
+GET  /ready  /readiness  /health  200 when a pair is ready, else 503 with the state and Retry-After
 GET  /topology  /metrics  /version
 """
 

@@ -19,13 +19,13 @@ from router import protocol
 from router.client import WorkerError, WorkerUnreachable
 from router.inbox import Inbox
 from router.protocol import AbortReply, AbortRequest, FinishReason, SamplingParams
-from router.registry import Pair, Registry, Worker
+from router.registry import Registry
+from router.workers import Pair, Worker
 
 log = logging.getLogger("isthmus.router")
 
 ABORT_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0)
 BUSY_PREFILL_WAIT_S = 0.1
-MUTE_PREFILL_WAIT_S, MUTE_PREFILL_POLL_S = 900.0, 5.0
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class Attempt:
         self._prompt = prompt_token_ids
         self._sampling = sampling
         self._num_prior = num_prior_outputs
-        self._next_index = num_prior_outputs
+        self._next_index = 0
         self._timeouts = timeouts
         self._spawn = spawn
         self._on_abort_lost = on_abort_lost
@@ -197,12 +197,10 @@ class Attempt:
         while True:
             self._stage = "prefilling"
             # The deadline is the caller's; this one only bounds a connection that nobody waits for.
-            timeout_s = 2 * self._timeouts.prefill_s
-            call: asyncio.Future[protocol.PrefillResult] = asyncio.create_task(
-                self.pair.prefill.client.prefill(request, timeout_s=timeout_s)
-            )
+            asked = self.pair.prefill.client.prefill(request, timeout_s=2 * self._timeouts.prefill_s)
+            call: asyncio.Future[protocol.PrefillResult] = asyncio.create_task(asked)
+            waited: set[asyncio.Future[Any]] = {call, self._inbox.failure}
             try:
-                waited: set[asyncio.Future[Any]] = {call, self._inbox.failure}
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if not call.done():
                     raise self._inbox.failure.result()
@@ -225,31 +223,16 @@ class Attempt:
     async def _abort(self) -> None:
         """Tell prefill, then decode, that the request is over.
 
-        While prefill is mute but not known to be dead, decode keeps the landing; it is told as soon as that changes.
+        Without prefill's word decode keeps the landing until the registry finds prefill to be dead and says so.
         """
-        drained, is_mute = not self._handed_over, False
+        drained = not self._handed_over
         if self._stage == "prefilling" or (self._handed_over and not self._has_landed):
             request = AbortRequest(request_id=self.request_id, landing=self._landing)
             reply = await self._abort_at(self.pair.prefill, self._generations[0], request)
             drained = reply.drained if reply is not None else self._prefill_is_dead()
-            is_mute = reply is None and not drained
-        if not self._needs_decode:
-            return
-        await self._abort_at(
-            self.pair.decode, self._generations[1], AbortRequest(request_id=self.request_id, drained=drained)
-        )
-        if is_mute:
-            try:
-                async with asyncio.timeout(MUTE_PREFILL_WAIT_S):
-                    while not self._prefill_is_dead():
-                        await self._registry.wait_change(MUTE_PREFILL_POLL_S)
-            except TimeoutError:
-                log.warning("request %s: no word from %s about its landing", self.request_id, self.pair.prefill.url)
-                self._on_abort_lost()
-                return
-            await self._abort_at(
-                self.pair.decode, self._generations[1], AbortRequest(request_id=self.request_id, drained=True)
-            )
+        if self._needs_decode:
+            request = AbortRequest(request_id=self.request_id, drained=drained)
+            await self._abort_at(self.pair.decode, self._generations[1], request)
 
     def _prefill_is_dead(self) -> bool:
         prefill, generation = self.pair.prefill, self._generations[0]

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001, RUF002
 # The markers are written with full-width bars.
 """Chat messages to prompt text, in DeepSeek-V4's format.
 

@@ -6,7 +6,7 @@ told apart, since it says that no process listens there any more.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import httpx
@@ -82,9 +82,12 @@ class WorkerClient:
     async def writer_lost(self, lost: protocol.WriterLost) -> None:
         await self._call("/writer_lost", lost, protocol.Ack)
 
-    async def stream(self, *, start: int, silence_s: float) -> AsyncIterator[protocol.StreamFrame]:
+    async def stream(
+        self, *, start: int, silence_s: float, on_open: Callable[[], None]
+    ) -> AsyncIterator[protocol.StreamFrame]:
         """Yield frames from number `start` on (0: from now on), until the connection ends.
 
+        on_open: called once the worker has agreed; no frame made after that is missing.
         Raises WorkerUnreachable when nothing came for `silence_s` (a worker sends at least one frame a second).
         """
         timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
@@ -93,6 +96,7 @@ class WorkerClient:
             async with self._http.stream("GET", "/stream", params={"from": start}, timeout=timeout) as response:
                 if response.status_code != 200:
                     raise _failure(self.url, "/stream", response.status_code, await response.aread())
+                on_open()
                 async for data in response.aiter_raw():
                     for frame in frames.feed(data):
                         yield frame

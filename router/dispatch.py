@@ -24,7 +24,8 @@ from router.config import RouterConfig
 from router.errors import ApiError, InvalidRequest
 from router.metrics import Metrics
 from router.protocol import FinishReason, SamplingParams
-from router.registry import Pair, Registry
+from router.registry import Registry
+from router.workers import Pair
 
 log = logging.getLogger("isthmus.router")
 

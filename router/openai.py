@@ -118,7 +118,8 @@ class Limits(msgspec.Struct, frozen=True):
 R = TypeVar("R", bound=GenerationRequest)
 
 _decoders: dict[type[GenerationRequest], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
+    ChatRequest: msgspec.json.Decoder(ChatRequest),
+    CompletionRequest: msgspec.json.Decoder(CompletionRequest),
 }
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")

@@ -7,6 +7,7 @@ Routes of a worker's leader (bodies are msgpack of the structs below unless note
 
     GET  /info                   -> WorkerInfo (JSON, for people too)
     GET  /stream?from=N          -> endless frames, `encode_frame`; N is the first frame number wanted, 0 = from now on
+                                    (no frame made after the answer's head was sent may be missing)
     POST /abort    AbortRequest  -> AbortReply
     POST /reserve  ReserveRequest -> ReserveReply            decode only
     POST /drained  DrainedNotice -> Ack                      decode only; from a prefill leader, or the router
@@ -287,7 +288,7 @@ class WorkerInfo(Message, frozen=True, kw_only=True, omit_defaults=False):
 class SequenceOutput(Message, frozen=True, kw_only=True):
     """Tokens of one request in one step. `index` is the output index of the first: prefill's token is 0.
 
-    When a request is resumed, its `num_prior_outputs` tokens count: prefill's token then has that index.
+    A resumed request counts anew: its `num_prior_outputs` tokens have no index.
     With an error the request is over and no token of it may be trusted beyond those already sent.
     """
 

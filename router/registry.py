@@ -14,16 +14,17 @@ process may still write.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any
 
 from router import protocol
-from router.client import WorkerClient, WorkerError, WorkerUnreachable
-from router.inbox import Inbox
+from router.client import WorkerError, WorkerUnreachable
 from router.policy import DecodeSnapshot, PairSnapshot, PrefillSnapshot
-from router.protocol import PROTOCOL_VERSION, Fingerprints, StreamFrame, WorkerInfo, WorkerRole, WorkerStats
+from router.protocol import PROTOCOL_VERSION, StreamFrame, WorkerInfo
+from router.workers import Pair, Worker
 
 log = logging.getLogger("isthmus.router")
 
@@ -31,117 +32,6 @@ LINK_TIMEOUT_S = 60.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
 BRING_UP_MIN_S, BRING_UP_MAX_S = 0.1, 5.0
 TELL_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0)
-
-PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
-
-
-class Worker:
-    """One worker as the router knows it. generation 0: never seen."""
-
-    def __init__(self, url: str, role: WorkerRole) -> None:
-        self.url = url
-        self.role = role
-        self.client = WorkerClient(url)
-        self.info: WorkerInfo | None = None
-        self.state: str = "unreachable"
-        self.reason = "not contacted yet"
-        self.generation = 0
-        self.stats = WorkerStats()
-        self.is_connected = False
-        self.is_lost = True
-        self.is_refused = False
-        self.next_frame = 0
-        self.inboxes: dict[str, Inbox] = {}
-        self.prefills: dict[str, int] = {}
-        self.unreachable_since: float | None = None
-        self.dead_generation = 0
-
-    @property
-    def is_linkable(self) -> bool:
-        """Whether it is loaded and reachable, so that it can be connected to its peers."""
-        return (
-            self.is_connected
-            and not self.is_refused
-            and self.state in ("linking", "warming", "ready")
-            and self.info is not None
-            and self.info.fingerprints is not None
-            and self.info.limits is not None
-            and (self.role == "prefill" or bool(self.info.endpoints))
-        )
-
-    def describe(self) -> dict[str, Any]:
-        """Return its entry in /topology."""
-        info = self.info
-        return {
-            "id": info.id if info else self.url,
-            "role": self.role,
-            "url": self.url,
-            "state": self.state,
-            "reason": self.reason,
-            "generation": self.generation,
-            "leader_pid": info.leader_pid if info else None,
-            "ranks": info.ranks if info else [],
-            "fingerprints": info.fingerprints if info else None,
-            "limits": info.limits if info else None,
-            "transport": info.transport if info else "",
-            "stats": self.stats,
-        }
-
-
-class Pair:
-    """A prefill worker linked to a decode worker. `linked` and `warmed` name the generations that were."""
-
-    def __init__(self, prefill: Worker, decode: Worker) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.linked = self.warmed = (0, 0)
-        self.transport = self.lane = ""
-        self.reason = ""
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def generations(self) -> tuple[int, int]:
-        return self.prefill.generation, self.decode.generation
-
-    @property
-    def mismatch(self) -> str:
-        """What keeps the two from working together for good, with both values; "" if nothing does."""
-        a, b = self.prefill.info, self.decode.info
-        if a is None or b is None or a.fingerprints is None or b.fingerprints is None:
-            return ""
-        for field in Fingerprints.__struct_fields__:
-            left, right = getattr(a.fingerprints, field), getattr(b.fingerprints, field)
-            if left != right:
-                return (
-                    f"{field} fingerprint differs: {left} at prefill {a.id} ({a.url}), {right} at decode {b.id} "
-                    f"({b.url}); start both with the same model and cache settings"
-                )
-        return ""
-
-    @property
-    def state(self) -> PairState:
-        if not (self.prefill.is_linkable and self.decode.is_linkable):
-            return "waiting"
-        if self.mismatch:
-            return "failed"
-        if self.linked != self.generations:
-            return "linking"
-        if self.warmed != self.generations or self.prefill.state != "ready" or self.decode.state != "ready":
-            return "warming"
-        return "ready"
-
-    def describe(self) -> dict[str, Any]:
-        """Return its entry in /topology."""
-        name = [w.info.id if w.info else w.url for w in (self.prefill, self.decode)]
-        reason = self.mismatch or (self.reason if self.state != "ready" else "")
-        return {
-            "prefill": name[0],
-            "decode": name[1],
-            "state": self.state,
-            "transport": self.transport,
-            "lane": self.lane,
-            "reason": reason,
-        }
 
 
 class Registry:
@@ -232,7 +122,11 @@ class Registry:
             failure = WorkerUnreachable(f"{worker.url}/stream ended")
             try:
                 self._register(worker, await worker.client.info(timeout_s=min(self._lost_s, 2.0)))
-                async for frame in worker.client.stream(start=worker.next_frame, silence_s=self._silence_s):
+                async for frame in worker.client.stream(
+                    start=worker.next_frame,
+                    silence_s=self._silence_s,
+                    on_open=functools.partial(self._connected, worker),
+                ):
                     if frame.generation != worker.generation:
                         break
                     delay = RECONNECT_MIN_S
@@ -268,6 +162,14 @@ class Registry:
             worker.state, worker.reason = "failed", refusal
         self._reconcile()
 
+    def _connected(self, worker: Worker) -> None:
+        worker.is_connected = True
+        worker.is_lost = False
+        worker.unreachable_since = None
+        # What changed between its /info and the opening of the stream is in no frame.
+        self._spawn(self._refresh(worker))
+        self._reconcile()
+
     def _receive(self, worker: Worker, frame: StreamFrame) -> None:
         if worker.next_frame and frame.number < worker.next_frame:
             return
@@ -289,14 +191,11 @@ class Registry:
                 or frame.stats.free_slots > before.free_slots
                 or frame.stats.queued_tokens < before.queued_tokens
             )
-        if not worker.is_connected:
-            worker.is_connected = True
-            worker.is_lost = False
-            worker.unreachable_since = None
-            self._reconcile()
         if not worker.is_refused and frame.state != worker.state:
             log.info("%s worker %s: %s -> %s", worker.role, worker.url, worker.state, frame.state)
             worker.state, worker.reason = frame.state, frame.reason
+            if frame.state == "failed":
+                self._fail_requests(worker, f"{worker.url} failed: {frame.reason}")
             # Endpoints, limits and fingerprints come with the later states.
             self._spawn(self._refresh(worker))
             self._reconcile()

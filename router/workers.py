@@ -1,0 +1,133 @@
+"""Worker and Pair: what the router knows of one worker, and of a prefill worker linked to a decode worker.
+
+Changed by the registry alone, except `inboxes` and `prefills`, where attempts enter and leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import msgspec
+
+from router.client import WorkerClient
+from router.inbox import Inbox
+from router.protocol import Fingerprints, WorkerInfo, WorkerRole, WorkerStats
+
+PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
+
+
+class Worker:
+    """One worker as the router knows it. generation 0: never seen."""
+
+    def __init__(self, url: str, role: WorkerRole) -> None:
+        self.url = url
+        self.role = role
+        self.client = WorkerClient(url)
+        self.info: WorkerInfo | None = None
+        self.state: str = "unreachable"
+        self.reason = "not contacted yet"
+        self.generation = 0
+        self.stats = WorkerStats()
+        self.is_connected = False
+        self.is_lost = True
+        self.is_refused = False
+        self.next_frame = 0
+        self.inboxes: dict[str, Inbox] = {}
+        self.prefills: dict[str, int] = {}
+        self.unreachable_since: float | None = None
+        self.dead_generation = 0
+
+    @property
+    def is_linkable(self) -> bool:
+        """Whether it is loaded and reachable, so that it can be connected to its peers."""
+        return (
+            self.is_connected
+            and not self.is_refused
+            and self.state in ("linking", "warming", "ready")
+            and self.info is not None
+            and self.info.fingerprints is not None
+            and self.info.limits is not None
+            and (self.role == "prefill" or bool(self.info.endpoints))
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return its entry in /topology."""
+        info = self.info
+        return {
+            "id": info.id if info else self.url,
+            "role": self.role,
+            "url": self.url,
+            "state": self.state,
+            "reason": self.reason,
+            "generation": self.generation,
+            "leader_pid": info.leader_pid if info else None,
+            "ranks": _all_fields(info.ranks) if info else [],
+            "fingerprints": _all_fields(info.fingerprints) if info else None,
+            "limits": _all_fields(info.limits) if info else None,
+            "transport": info.transport if info else "",
+            "stats": _all_fields(self.stats),
+        }
+
+
+class Pair:
+    """A prefill worker linked to a decode worker. `linked` and `warmed` name the generations that were."""
+
+    def __init__(self, prefill: Worker, decode: Worker) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.linked = self.warmed = (0, 0)
+        self.transport = self.lane = ""
+        self.reason = ""
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def generations(self) -> tuple[int, int]:
+        return self.prefill.generation, self.decode.generation
+
+    @property
+    def mismatch(self) -> str:
+        """What keeps the two from working together for good, with both values; "" if nothing does."""
+        a, b = self.prefill.info, self.decode.info
+        if a is None or b is None or a.fingerprints is None or b.fingerprints is None:
+            return ""
+        for field in Fingerprints.__struct_fields__:
+            left, right = getattr(a.fingerprints, field), getattr(b.fingerprints, field)
+            if left != right:
+                return (
+                    f"{field} fingerprint differs: {left} at prefill {a.id} ({a.url}), {right} at decode {b.id} "
+                    f"({b.url}); start both with the same model and cache settings"
+                )
+        return ""
+
+    @property
+    def state(self) -> PairState:
+        if not (self.prefill.is_linkable and self.decode.is_linkable):
+            return "waiting"
+        if self.mismatch:
+            return "failed"
+        if self.linked != self.generations:
+            return "linking"
+        if self.warmed != self.generations or self.prefill.state != "ready" or self.decode.state != "ready":
+            return "warming"
+        return "ready"
+
+    def describe(self) -> dict[str, Any]:
+        """Return its entry in /topology."""
+        name = [w.info.id if w.info else w.url for w in (self.prefill, self.decode)]
+        reason = self.mismatch or (self.reason if self.state != "ready" else "")
+        return {
+            "prefill": name[0],
+            "decode": name[1],
+            "state": self.state,
+            "transport": self.transport,
+            "lane": self.lane,
+            "reason": reason,
+        }
+
+
+def _all_fields(value: Any) -> Any:
+    """Return a message as plain values, fields at their default included: people read it."""
+    if isinstance(value, msgspec.Struct):
+        return {field: _all_fields(getattr(value, field)) for field in value.__struct_fields__}
+    return [_all_fields(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,119 @@
+"""The routes: health, models, topology, metrics, error objects, headers."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+
+def test_ready_cluster_lists_its_model(cluster):
+    models = cluster.http.get("/v1/models").json()
+    assert [m["id"] for m in models["data"]] == ["dsv4-tiny"]
+    assert models["data"][0]["max_model_len"] == 4096
+
+
+def test_one_model_is_found_by_name_and_others_are_not(cluster):
+    assert cluster.http.get("/v1/models/dsv4-tiny").json()["object"] == "model"
+    answer = cluster.http.get("/v1/models/some/other")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/liveness", "/ready", "/readiness", "/version"])
+def test_health_routes_say_yes_when_ready(cluster, path):
+    assert cluster.http.get(path).status_code == 200
+
+
+def test_topology_shows_pairs_workers_and_ranks(cluster):
+    topology = cluster.http.get("/topology").json()
+    assert topology["pairs"] == [
+        {
+            "prefill": f"prefill-{cluster.prefills[0].port}",
+            "decode": f"decode-{cluster.decodes[0].port}",
+            "state": "ready",
+            "transport": "local",
+            "lane": "memcpy",
+            "reason": "",
+        }
+    ]
+    worker = topology["workers"][1]
+    assert (worker["role"], worker["state"], worker["leader_pid"]) == ("decode", "ready", 4711)
+    assert worker["generation"] == cluster.decodes[0].generation
+    assert worker["ranks"][0]["numa"] == {"status": "simulated", "node": 0, "cpus": "0-1", "evidence": ""}
+    assert worker["fingerprints"] == {"model": "model-1", "layout": "layout-1", "protocol": 1}
+    assert topology["router"]["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [("GET", "/nowhere", 404, "route_not_found"), ("GET", "/v1/completions", 405, "method_not_allowed")],
+)
+def test_what_the_framework_refuses_is_an_error_object_too(cluster, method, path, status, code):
+    answer = cluster.http.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_request_id_is_cleaned_and_echoed(cluster):
+    body = {"model": "dsv4-tiny", "prompt": [5, 6], "max_tokens": 1}
+    answer = cluster.post("/v1/completions", body)
+    assert answer.headers["x-request-id"].startswith("req-")
+    answer = cluster.http.post("/v1/completions", json=body, headers={"x-request-id": "my id<1>"})
+    assert answer.headers["x-request-id"] == "myid1"
+
+
+def test_metrics_count_outcomes_and_tokens(make_cluster):
+    with make_cluster() as cluster:
+        for n in (1, 3):
+            cluster.post("/v1/completions", {"prompt": [5, 6], "max_tokens": n, "ignore_eos": True})
+        cluster.post("/v1/completions", {"prompt": []})
+        cluster.assert_clean()
+        text = cluster.http.get("/metrics").text
+    for line in (
+        "isthmus_requests_received_total 3.0",
+        'isthmus_requests_total{outcome="length"} 2.0',
+        'isthmus_requests_total{outcome="rejected"} 1.0',
+        'isthmus_rejections_total{status="400"} 1.0',
+        "isthmus_prompt_tokens_total 4.0",
+        "isthmus_generation_tokens_total 4.0",
+        "isthmus_time_to_first_token_seconds_count 2.0",
+        "isthmus_num_requests_running 0.0",
+        "isthmus_ready 1.0",
+    ):
+        assert line in text.splitlines()
+
+
+def test_series_do_not_grow_with_what_clients_choose(cluster):
+    def series():
+        return {line.rsplit(" ", 1)[0] for line in cluster.http.get("/metrics").text.splitlines()}
+
+    cluster.post("/v1/completions", {"model": "nobody", "prompt": [5]})
+    before = series()
+    for n in range(10):
+        cluster.http.post("/v1/completions", json={"model": f"m{n}", "prompt": [5]}, headers={"x-request-id": str(n)})
+    assert series() == before
+
+
+def test_before_a_pair_is_ready_the_router_says_so(make_cluster):
+    with make_cluster(waits_ready=False) as cluster:
+        cluster.call(lambda: cluster.decodes[0].set_state("loading"))
+        cluster.wait(lambda: cluster.router.registry.workers[1].state == "loading")
+        assert cluster.http.get("/live").status_code == 200
+        ready = cluster.http.get("/ready")
+        assert ready.status_code == 503
+        assert int(ready.headers["retry-after"]) >= 1
+        assert ready.json()["error"]["code"] == "waiting"
+        assert cluster.http.get("/v1/models").json()["data"] == []
+        answer = cluster.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2}, timeout=5)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        cluster.call(lambda: cluster.decodes[0].set_state("ready"))
+        cluster.wait(lambda: cluster.router.registry.is_ready)
+        assert cluster.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2}).status_code == 200
+
+
+def test_garbage_instead_of_http_is_no_traceback(cluster, caplog):
+    with httpx.Client(base_url=cluster.url, trust_env=False) as client:
+        answer = client.post("/v1/completions", content=b"\x00\xff" * 100)
+    assert answer.status_code == 400
+    assert not [r for r in caplog.records if r.exc_info]
