@@ -98,6 +98,9 @@ class RankProcess:
             run_rank(self._config, self._run_dir, self._rank)
         except SystemExit as error:
             raise ProcessEnded(str(error)) from None
+        except Exception:
+            logging.getLogger(__name__).exception("rank %d failed", self._rank)
+            raise
 
 
 def _log_to(path: str) -> None:

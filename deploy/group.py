@@ -1,10 +1,7 @@
 """One worker group as Ray sees it: a leader actor and one actor per rank, started and ended together.
 
-g = Group(placement, ...)     nothing runs yet
-g.start()                     actors exist, their pids are known, `run` is under way in each
-g.address()                   where the leader listens
-g.deaths([...])               who of the group has ended, and why
-g.end()                       every process of it is gone
+In order: `create` asks Ray for the actors, `start` begins their `run` once they exist, `read_address` waits for the
+leader to listen, `deaths` tells who has ended and why, `end` returns when every process is gone. Then `create` again.
 """
 
 from __future__ import annotations

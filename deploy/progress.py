@@ -46,7 +46,7 @@ class Progress:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Send what this process prints to a file, its native libraries included; Progress goes on printing where it did."""
+    """Send what this process and its native libraries print to a file; Progress goes on where it did."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]

@@ -41,7 +41,7 @@ class RouterView:
                 continue  # a stranger, or the router has not asked it yet
             if worker["state"] == "ready":
                 group.was_ready = True
-            self._show(group.id, worker["state"], worker.get("reason", ""))
+            self._show(group.id, worker["state"], "" if worker["state"] == "ready" else worker.get("reason", ""))
         ids = {group.id for group in groups}
         for pair in topology.get("pairs", []):
             if {pair["prefill"], pair["decode"]} <= ids:

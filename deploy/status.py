@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from deploy.config import ClusterConfig
 from deploy.state import ClusterState
 from engine.flags import ConfigError
 
-_console = Console(highlight=False, soft_wrap=True)
+_console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> int:
