@@ -51,7 +51,7 @@ class KvTransport(Protocol):
         """Learn a peer. Known already with the same metadata: nothing happens. Raises TransferError."""
 
     def disconnect(self, agent: str) -> None:
-        """Forget a peer; writes to it fail from now on. Unknown: nothing happens."""
+        """Forget a peer; writes to it fail from now on, those under way may still end. Unknown: nothing happens."""
 
     def write(self, agent: str, plan: TransferPlan, notification: bytes = b"") -> Transfer:
         """Start copying the plan's ranges from own pools to the peer's; then the peer gets `notification`.
@@ -60,7 +60,7 @@ class KvTransport(Protocol):
         """
 
     def check(self, transfer: Transfer) -> TransferStatus:
-        """Return the state of a write, driving progress. Never raises."""
+        """Return the state of a write, driving progress. Never raises. The receiver must poll for it to end."""
 
     def notify(self, agent: str, message: bytes) -> None:
         """Send a word without data. Raises TransferError if the peer is gone."""
@@ -69,7 +69,7 @@ class KvTransport(Protocol):
         """Drive progress and return (agent, message) of each notification that came in."""
 
     def lane(self, agent: str) -> str:
-        """Return what carries bulk data to this peer ("cma", "tcp", "cuda_ipc", "memcpy", ...), "unknown" before use."""
+        """Return what carries bulk data to this peer ("cma", "tcp", "cuda_ipc", ...), "unknown" before use."""
 
     def close(self) -> None:
         """Let go of peers and registrations. Own transfers must have ended."""

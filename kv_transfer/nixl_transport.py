@@ -1,0 +1,302 @@
+"""NixlTransport: KvTransport over a NIXL agent with the UCX backend.
+
+No progress thread: it would burn a core, idle. The owner drives progress by `check` and `poll`; a *receiver* must poll
+too, or the writer's transfers stay PENDING, on every lane.
+
+Traps, all measured with NIXL 1.5.1:
+- failure is mostly an exception out of `transfer` or `check_xfer_state`, rarely the state "ERR";
+- a stopped peer keeps a transfer PENDING for ever: deadlines are the caller's;
+- releasing a handle or removing its peer does not stop the bytes, it only makes their state unknowable. So a peer
+  that is disconnected is removed from NIXL only after its last transfer has ended, and a handle is released then;
+- `add_remote_agent` returns bytes; a name can be taken again only after `remove_remote_agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.landing import Endpoint, PoolAddress
+from kv_transfer.plan import TransferPlan
+from kv_transfer.ranges import check_pools, pool_bytes, resolve
+from kv_transfer.transport import Transfer, TransferError, TransferStatus
+from kv_transfer.ucx_log import process_log
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+
+
+def load_nixl() -> Any:
+    """Return NIXL's API module. Raises TransferError naming the package to install."""
+    for package in PACKAGES:
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] != package:
+                raise
+    raise TransferError("transport nixl needs the package nixl-cu13 (or nixl-cu12): pip install 'nixl-cu13==1.5.1'")
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    endpoint: Endpoint
+    lane: str = "unknown"
+    lane_mark: int = 0
+    has_written: bool = False
+    is_open: bool = True
+    transfers: list[NixlTransfer] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class NixlTransfer:
+    """A write under way. handle is None once it has ended: a released handle gives meaningless answers."""
+
+    peer: _Peer
+    num_bytes: int
+    num_pieces: int
+    handle: Any = None
+    status: TransferStatus = TransferStatus.PENDING
+    error: str = ""
+
+
+class NixlTransport:
+    """One NIXL agent, made by `register`. worker: name of the worker group, part of the agent's name."""
+
+    name = "nixl"
+
+    def __init__(self, worker: str, *, memory: Literal["DRAM", "VRAM"] = "DRAM", device: int = 0) -> None:
+        self._worker = worker
+        self._memory: Literal["DRAM", "VRAM"] = memory
+        self._device = device
+        self._agent: Any = None
+        self._registration: Any = None
+        self._endpoint: Endpoint | None = None
+        self._peers: dict[str, _Peer] = {}
+
+    def register(self, pools: list[PoolAddress], *, generation: int, rank: int) -> Endpoint:
+        """Create the agent, register `pools` and return the endpoint. The memory must outlive this process' peers.
+
+        Raises TransferError if NIXL is missing or its UCX backend does not start.
+        """
+        if self._endpoint is not None:
+            raise TransferError(f"{self._endpoint.agent} has registered its pools already")
+        name = f"{self._worker}.r{rank}.g{generation:x}"
+        with process_log.environment(), _quiet_nixl():
+            api = load_nixl()
+            try:
+                agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+                # A plugin that can't be found is only logged by the constructor; here it raises.
+                agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+                rows = [(pool.base, pool_bytes(pool), self._device, pool.name) for pool in pools]
+                self._registration = agent.register_memory(rows, self._memory) if rows else None
+                metadata = agent.get_agent_metadata()
+            except Exception as error:
+                raise TransferError(
+                    f"NIXL agent {name} could not start over UCX: {_cause(error)}; if UCX_TLS is set "
+                    f"({os.environ.get('UCX_TLS', 'it is not')}), it must contain tcp; NIXL_LOG_LEVEL=INFO tells more"
+                ) from error
+        self._agent = agent
+        self._endpoint = Endpoint(
+            transport=self.name,
+            agent=name,
+            generation=generation,
+            rank=rank,
+            metadata=metadata,
+            pools=tuple(pools),
+            memory=self._memory,
+            device=self._device,
+        )
+        return self._endpoint
+
+    def connect(self, peer: Endpoint) -> None:
+        """Learn a peer, or learn its new metadata after it restarted under the same name.
+
+        Raises TransferError for metadata that NIXL can't read, pools of another geometry, or while writes to the
+        previous bearer of the name are still under way.
+        """
+        own = self._own()
+        if peer.transport != self.name:
+            raise TransferError(f"{peer.agent} speaks {peer.transport!r}, not {self.name!r}: use one transport")
+        check_pools(own, peer)
+        known = self._peers.get(peer.agent)
+        if known is not None and known.endpoint == peer:
+            known.is_open = True
+            return
+        if known is not None:
+            for transfer in list(known.transfers):
+                self.check(transfer)
+            if known.transfers:
+                raise TransferError(
+                    f"{peer.agent} has new metadata while {len(known.transfers)} writes to its previous life are "
+                    "under way: end that process, then connect again"
+                )
+            self._remove(known)
+        mark = len(process_log.tables(own.agent))
+        try:
+            named = self._agent.add_remote_agent(peer.metadata).decode()
+        except Exception as error:
+            raise TransferError(f"metadata of {peer.agent} is unusable: {_cause(error)}") from error
+        if named != peer.agent:
+            self._agent.remove_remote_agent(named)
+            raise TransferError(f"endpoint {peer.agent} carries the metadata of {named}")
+        self._peers[peer.agent] = _Peer(peer, lane_mark=mark)
+
+    def disconnect(self, agent: str) -> None:
+        """Refuse writes to a peer from now on, and forget it once those under way have ended."""
+        peer = self._peers.get(agent)
+        if peer is not None:
+            peer.is_open = False
+            if not peer.transfers:
+                self._remove(peer)
+
+    def write(self, agent: str, plan: TransferPlan, notification: bytes = b"") -> Transfer:
+        """Start the plan's copies; over shared memory the call itself copies. See KvTransport."""
+        peer = self._peer(agent)
+        transfer = NixlTransfer(peer, plan.num_bytes, len(plan.pieces))
+        if not plan.pieces:
+            if notification:
+                self.notify(agent, notification)
+            transfer.status = TransferStatus.DONE
+            return transfer
+        ranges = resolve(plan, self._own(), peer.endpoint)
+        try:
+            handle = self._agent.initialize_xfer(
+                "WRITE",
+                self._descriptors(ranges.source, ranges.sizes, self._device, self._memory),
+                self._descriptors(ranges.target, ranges.sizes, peer.endpoint.device, peer.endpoint.memory),
+                agent,
+                notification,
+            )
+        except Exception as error:
+            raise TransferError(f"write of {plan.num_bytes} bytes to {agent} refused: {_cause(error)}") from error
+        transfer.handle = handle
+        peer.transfers.append(transfer)
+        self._settle(transfer, self._agent.transfer)
+        return transfer
+
+    def check(self, transfer: Transfer) -> TransferStatus:
+        """Return the state of a write, driving progress. Never raises."""
+        assert isinstance(transfer, NixlTransfer)
+        if transfer.status is TransferStatus.PENDING:
+            self._settle(transfer, self._agent.check_xfer_state)
+        return transfer.status
+
+    def notify(self, agent: str, message: bytes) -> None:
+        self._peer(agent)
+        try:
+            self._agent.send_notif(agent, message)
+        except Exception as error:
+            raise TransferError(f"{agent} can't be notified: {_cause(error)}") from error
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        if self._agent is None:
+            return []
+        arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return [(agent, message) for agent, messages in arrived.items() for message in messages]
+
+    def lane(self, agent: str) -> str:
+        peer = self._peers.get(agent)
+        return "unknown" if peer is None else peer.lane
+
+    def close(self) -> None:
+        """Forget peers and let the agent go. With a write still under way everything is left to the process' end.
+
+        Deregistering memory that bytes are read from would end this process with a segmentation fault.
+        """
+        pending = [
+            t for peer in self._peers.values() for t in peer.transfers if self.check(t) is TransferStatus.PENDING
+        ]
+        if pending:
+            logger.warning("%s closes with %d writes under way", self._own().agent, len(pending))
+            return
+        for peer in list(self._peers.values()):
+            self._remove(peer)
+        if self._registration is not None:
+            self._agent.deregister_memory(self._registration)
+            self._registration = None
+        self._agent = None
+
+    # ------------------------------------------------------------ below: helpers
+
+    def _own(self) -> Endpoint:
+        if self._endpoint is None:
+            raise TransferError("register the pools first")
+        return self._endpoint
+
+    def _peer(self, agent: str) -> _Peer:
+        peer = self._peers.get(agent)
+        if peer is None or not peer.is_open:
+            raise TransferError(f"{agent} is not connected: it was never linked, or was disconnected after a failure")
+        return peer
+
+    def _descriptors(self, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], device: int, memory: str) -> Any:
+        rows = np.stack((addresses, sizes, np.full_like(sizes, device)), axis=1)
+        return self._agent.get_xfer_descs(rows, memory)
+
+    def _settle(self, transfer: NixlTransfer, step: Any) -> None:
+        """Post or ask once; on an end release the handle, learn the lane, and remove a peer that waits for this."""
+        try:
+            state = step(transfer.handle)
+        except Exception as error:
+            state, transfer.error = "ERR", f"write to {transfer.peer.endpoint.agent} failed: {_cause(error)}"
+        if state == "PROC":
+            return
+        transfer.status = TransferStatus.DONE if state == "DONE" else TransferStatus.FAILED
+        if state != "DONE" and not transfer.error:
+            transfer.error = f"write to {transfer.peer.endpoint.agent} failed: NIXL reports {state}"
+        try:
+            transfer.handle.release()
+        except Exception as error:
+            logger.warning("handle of an ended write not released: %s", _cause(error))
+        transfer.handle = None
+        peer = transfer.peer
+        peer.transfers.remove(transfer)
+        if transfer.status is TransferStatus.DONE and not peer.has_written:
+            peer.has_written = True
+            peer.lane = self._find_lane(peer)
+        if not peer.is_open and not peer.transfers:
+            self._remove(peer)
+
+    def _find_lane(self, peer: _Peer) -> str:
+        """Return the lane of the tables printed since `connect`, else the only one this agent has ever used."""
+        tables = process_log.tables(self._own().agent)
+        if fresh := tables[peer.lane_mark :]:
+            return fresh[-1].lane
+        lanes = {table.lane for table in tables}
+        return lanes.pop() if len(lanes) == 1 else "unknown"
+
+    def _remove(self, peer: _Peer) -> None:
+        agent = peer.endpoint.agent
+        if self._peers.get(agent) is not peer:
+            return
+        del self._peers[agent]
+        try:
+            self._agent.remove_remote_agent(agent)
+        except Exception as error:
+            logger.info("NIXL no longer knew %s: %s", agent, _cause(error))
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()
+
+
+@contextlib.contextmanager
+def _quiet_nixl() -> Iterator[None]:
+    """Keep NIXL's own lines off the terminal unless the user chose a level: errors come as exceptions."""
+    if "NIXL_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["NIXL_LOG_LEVEL"] = "FATAL"
+    try:
+        yield
+    finally:
+        del os.environ["NIXL_LOG_LEVEL"]

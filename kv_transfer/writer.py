@@ -1,0 +1,379 @@
+"""Writer: the prefill side of a transfer. Turns pushes and cancels of landings into writes, in the right order.
+
+Per landing:
+
+    open --push--> writing --ended--> open ... --last ended--> complete            ("last" also means drained)
+     |                |
+     |              failure, deadline or cancel
+     |                v
+     +--cancel--> draining --nothing under way--> void          drained (or undelivered) said to every destination
+
+One push of a landing is under way at a time, to all destinations of this rank. So the last one, whose notification
+tells decode to start, begins only when all earlier bytes are in place everywhere. A landing that is complete or void
+is remembered, so that late pushes are refused and late cancels answered.
+
+Single-threaded: whoever owns the transport calls `push`, `cancel` and, often, `pump`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from kv_transfer.landing import GroupManifest, Landing, Notification, encode
+from kv_transfer.layout import KVLayout
+from kv_transfer.plan import TransferPlan, destinations_for
+from kv_transfer.transport import KvTransport, Transfer, TransferError, TransferStatus
+
+EventKind = Literal["done", "failed", "drained", "undelivered"]
+_MEASURABLE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriterEvent:
+    """What became of a push, or of a landing.
+
+    Every push is answered by one "done" or "failed". A landing ends with "done" of its last push, or with "drained";
+    "undelivered" is a drained whose word could not be sent to every destination: it must be said another way.
+    num_bytes, num_pieces: over all destinations.  seconds: from start to end of the push.
+    """
+
+    key: int
+    generation: int
+    kind: EventKind
+    is_last: bool = False
+    num_bytes: int = 0
+    num_pieces: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Push:
+    plan: TransferPlan
+    is_last: bool
+    first_token: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Flight:
+    agent: str
+    transfer: Transfer
+    deadline: float
+    is_expired: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Course:
+    """A landing that is not over.
+
+    wanted, written: per pool, the units that belong to it, and those that have arrived at every destination.
+    """
+
+    landing: Landing
+    destinations: tuple[str, ...]
+    wanted: dict[str, set[int]]
+    queue: collections.deque[_Push] = dataclasses.field(default_factory=collections.deque)
+    current: _Push | None = None
+    flights: list[_Flight] = dataclasses.field(default_factory=list)
+    written: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    started: float = 0.0
+    num_bytes: int = 0
+    num_pieces: int = 0
+    error: str = ""
+    is_cancelled: bool = False
+    is_complete: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        return self.is_cancelled or bool(self.error)
+
+
+class Writer:
+    """Pushes landings over `transport` for one rank of a prefill group.
+
+    generation: of the prefill group.  A write is given max(min_deadline_s, deadline_factor * bytes under way to that
+    peer / measured bandwidth), starting from `bandwidth` bytes a second; then it counts as failed and its peer is
+    disconnected, but its landing is not drained before the write has really ended.
+    remember: how many ended landings are known.
+    """
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        *,
+        layout: KVLayout,
+        generation: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        min_deadline_s: float = 1.0,
+        deadline_factor: float = 4.0,
+        bandwidth: float = 100e6,
+        remember: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._fingerprint = layout.fingerprint()
+        self._generation = generation
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._min_deadline_s = min_deadline_s
+        self._deadline_factor = deadline_factor
+        self._bandwidth: dict[str, float] = {}
+        self._first_bandwidth = bandwidth
+        self._remember = remember
+        self._clock = clock
+        self._open: dict[tuple[int, int], _Course] = {}
+        self._over: collections.OrderedDict[tuple[int, int], EventKind] = collections.OrderedDict()
+        self._events: list[WriterEvent] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing under way or waiting, and no event unread: `pump` may be called seldom."""
+        busy = any(c.current is not None or c.queue or c.is_void for c in self._open.values())
+        return not self._events and not busy
+
+    @property
+    def num_open(self) -> int:
+        """Landings that are neither complete nor void."""
+        return len(self._open)
+
+    def push(self, landing: Landing, plan: TransferPlan, *, is_last: bool = False, first_token: int = -1) -> None:
+        """Queue a write into a landing, to each destination of this rank. The answer comes from `pump`.
+
+        The plan may touch whole units of this landing only. With is_last it must complete the landing: every block
+        of the prompt in every group, and the state record; the notification carries manifest and first token.
+        """
+        key = (landing.generation, landing.key)
+        refusal = ""
+        if key in self._over:
+            refusal = "is complete" if self._over[key] == "done" else "was cancelled or has failed"
+        elif (course := self._open.get(key)) and course.is_void:
+            refusal = "was cancelled" if course.is_cancelled else f"has failed: {course.error}"
+        if refusal:
+            self._emit(landing, "failed", is_last=is_last, error=f"push refused: landing {landing.key} {refusal}")
+            return
+        course = self._open.setdefault(key, self._course(landing))
+        course.queue.append(_Push(plan, is_last, first_token))
+
+    def cancel(self, landing: Landing) -> None:
+        """Start nothing more for a landing; when nothing is under way, say drained to its destinations.
+
+        A landing never seen is drained at once; one that is over is answered without sending again.
+        """
+        key = (landing.generation, landing.key)
+        if (ending := self._over.get(key)) is not None:
+            self._emit(landing, "undelivered" if ending == "undelivered" else "drained")
+            return
+        course = self._open.setdefault(key, self._course(landing))
+        course.is_cancelled = True
+        self._drop_queue(course, "the landing was cancelled")
+
+    def pump(self) -> list[WriterEvent]:
+        """Drive everything that is under way and return what has happened since the last call, in order."""
+        for key in list(self._open):
+            self._advance(key, self._open[key])
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------ below: one landing
+
+    def _advance(self, key: tuple[int, int], course: _Course) -> None:
+        while True:
+            self._check_flights(course)
+            if course.flights:
+                return
+            if course.current is not None:
+                self._finish_push(course, course.current)
+            if course.is_complete:
+                if course.is_cancelled:
+                    self._emit(course.landing, "drained")
+                self._end(key, "done")
+                return
+            if course.is_void:
+                self._end(key, self._say_drained(course))
+                return
+            if not course.queue:
+                return
+            self._start_push(course, course.queue.popleft())
+
+    def _start_push(self, course: _Course, push: _Push) -> None:
+        course.current = push
+        course.started = self._clock()
+        course.num_bytes = course.num_pieces = 0
+        if problem := self._problem(course, push):
+            self._fail(course, problem)
+            return
+        message = encode(self._last_notification(course, push)) if push.is_last else b""
+        for agent in course.destinations:
+            try:
+                transfer = self._transport.write(agent, push.plan, message)
+            except TransferError as error:
+                self._fail(course, str(error))
+                return
+            course.num_bytes += transfer.num_bytes
+            course.num_pieces += transfer.num_pieces
+            under_way = transfer.num_bytes + self._bytes_under_way(agent)
+            allowed = self._deadline_factor * under_way / self._bandwidth.get(agent, self._first_bandwidth)
+            deadline = self._clock() + max(self._min_deadline_s, allowed)
+            course.flights.append(_Flight(agent, transfer, deadline))
+
+    def _check_flights(self, course: _Course) -> None:
+        """Drop what has ended. What has expired stays: its bytes may still move."""
+        for flight in list(course.flights):
+            status = self._transport.check(flight.transfer)
+            if status is TransferStatus.PENDING:
+                if not flight.is_expired and self._clock() > flight.deadline:
+                    flight.is_expired = True
+                    self._fail(course, f"write to {flight.agent} missed its deadline; the peer is disconnected")
+                    self._transport.disconnect(flight.agent)
+                continue
+            course.flights.remove(flight)
+            if status is TransferStatus.FAILED:
+                self._fail(course, flight.transfer.error)
+            elif not flight.is_expired:
+                self._measure(flight, self._clock() - course.started)
+
+    def _finish_push(self, course: _Course, push: _Push) -> None:
+        """Answer a push whose writes have all ended, unless its failure was the answer."""
+        course.current = None
+        if course.error:
+            return
+        for pool, units in self._units(push.plan).items():
+            course.written.setdefault(pool, set()).update(units)
+        self._emit(
+            course.landing,
+            "done",
+            is_last=push.is_last,
+            num_bytes=course.num_bytes,
+            num_pieces=course.num_pieces,
+            seconds=self._clock() - course.started,
+        )
+        if push.is_last:
+            course.is_complete = True
+            self._drop_queue(course, "the landing is complete")
+
+    def _fail(self, course: _Course, error: str) -> None:
+        """Void a landing: its first failure answers the push under way, and everything that waits behind it."""
+        if course.error:
+            return
+        course.error = error
+        if course.current is not None:
+            self._emit(course.landing, "failed", is_last=course.current.is_last, error=error)
+        self._drop_queue(course, f"landing {course.landing.key} has failed: {error}")
+
+    def _drop_queue(self, course: _Course, reason: str) -> None:
+        while course.queue:
+            push = course.queue.popleft()
+            self._emit(course.landing, "failed", is_last=push.is_last, error=f"push dropped: {reason}")
+
+    def _say_drained(self, course: _Course) -> EventKind:
+        """Send the word to every destination, those that have got a "last" included: the landing is void."""
+        notification = self._notification(course.landing, "drained")
+        errors = []
+        for agent in course.destinations:
+            try:
+                self._transport.notify(agent, encode(notification))
+            except TransferError as error:
+                errors.append(str(error))
+        ending: EventKind = "undelivered" if errors else "drained"
+        self._emit(course.landing, ending, error="; ".join(errors))
+        return ending
+
+    def _end(self, key: tuple[int, int], ending: EventKind) -> None:
+        del self._open[key]
+        self._over[key] = ending
+        while len(self._over) > self._remember:
+            self._over.popitem(last=False)
+
+    # ------------------------------------------------------------ below: what belongs to a landing
+
+    def _course(self, landing: Landing) -> _Course:
+        blocks = set(landing.block_ids[: self._layout.num_blocks_for(landing.num_tokens)])
+        wanted = {g.name: blocks if g.unit == "block" else {landing.slot} for g in self._layout.groups}
+        return _Course(landing, destinations_for(self._rank, self._num_ranks, landing.agents), wanted)
+
+    def _problem(self, course: _Course, push: _Push) -> str:
+        """Return why a push must not be written, "" if it may."""
+        landing = course.landing
+        if landing.layout != self._fingerprint:
+            return f"landing {landing.key} has layout {landing.layout}, this rank has {self._fingerprint}"
+        for piece in push.plan.pieces:
+            group = self._layout.group(piece.pool)
+            if group is None:
+                return f"pool {piece.pool!r} is no group of the layout"
+            if piece.source % group.unit_bytes or piece.target % group.unit_bytes or piece.num_bytes % group.unit_bytes:
+                return f"{piece}: not whole units of {group.unit_bytes} bytes"
+        units = self._units(push.plan)
+        for pool, touched in units.items():
+            if foreign := touched - course.wanted[pool]:
+                return f"unit {min(foreign)} of {pool!r} does not belong to landing {landing.key}"
+        for pool, wanted in course.wanted.items() if push.is_last else ():
+            arrived = course.written.get(pool, set()) | units.get(pool, set())
+            if missing := wanted - arrived:
+                return f"last push leaves {pool!r} incomplete: {len(missing)} of {len(wanted)} units are missing"
+        return ""
+
+    def _units(self, plan: TransferPlan) -> dict[str, set[int]]:
+        units: dict[str, set[int]] = {}
+        for piece in plan.pieces:
+            group = self._layout.group(piece.pool)
+            assert group is not None
+            first = piece.target // group.unit_bytes
+            units.setdefault(piece.pool, set()).update(range(first, first + piece.num_bytes // group.unit_bytes))
+        return units
+
+    def _notification(self, landing: Landing, kind: Literal["last", "drained"]) -> Notification:
+        return Notification(
+            kind=kind,
+            key=landing.key,
+            generation=landing.generation,
+            writer_rank=self._rank,
+            writer_generation=self._generation,
+        )
+
+    def _last_notification(self, course: _Course, push: _Push) -> Notification:
+        """Count what was really written, so that decode compares facts with what it expects."""
+        units = self._units(push.plan)
+        arrived = {g.name: course.written.get(g.name, set()) | units.get(g.name, set()) for g in self._layout.groups}
+        counts = tuple(
+            GroupManifest(g.name, len(arrived[g.name]), len(arrived[g.name]) * g.unit_bytes)
+            for g in self._layout.groups
+        )
+        return msgspec.structs.replace(
+            self._notification(course.landing, "last"),
+            first_token=push.first_token,
+            num_tokens=course.landing.num_tokens,
+            manifest=counts,
+        )
+
+    def _bytes_under_way(self, agent: str) -> int:
+        flights = (f for course in self._open.values() for f in course.flights)
+        return sum(f.transfer.num_bytes for f in flights if f.agent == agent)
+
+    def _measure(self, flight: _Flight, seconds: float) -> None:
+        """Follow the peer's bandwidth slowly; small writes say nothing about it."""
+        if flight.transfer.num_bytes >= _MEASURABLE_BYTES and seconds > 0:
+            measured = flight.transfer.num_bytes / seconds
+            known = self._bandwidth.get(flight.agent)
+            self._bandwidth[flight.agent] = measured if known is None else 0.75 * known + 0.25 * measured
+
+    def _emit(
+        self,
+        landing: Landing,
+        kind: EventKind,
+        *,
+        is_last: bool = False,
+        num_bytes: int = 0,
+        num_pieces: int = 0,
+        seconds: float = 0.0,
+        error: str = "",
+    ) -> None:
+        event = WriterEvent(landing.key, landing.generation, kind, is_last, num_bytes, num_pieces, seconds, error)
+        self._events.append(event)
