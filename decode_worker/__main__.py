@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from engine.by_hand import run_role
 from decode_worker.leader import run
+from engine.by_hand import run_role
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,10 +17,10 @@ from engine import errors
 from engine.block_allocator import BlockAllocator, SlotAllocator
 from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan
-from engine.plan import Arrived, LeaderMessage, PumpHint, RankMessage, StepPlan, StepResult
+from engine.plan import Arrived, LeaderMessage, PumpHint, RankMessage, RankReady, StepPlan, StepResult
 from engine.scheduler import Progress, Scheduler
 from engine.sequence import Sequence
-from kv_transfer.landing import Landing, decode_notification
+from kv_transfer.landing import Landing, decode_endpoint, decode_notification
 from router.protocol import (
     AbortReply,
     AbortRequest,
@@ -108,6 +108,10 @@ class DecodeWorker:
             self._on_outcome(failure)
 
     # ------------------------------------------------------------ the loop's side
+
+    def on_ready(self, ranks: list[RankReady]) -> None:
+        """Learn the agents that every landing names."""
+        self.landings.agents = tuple(decode_endpoint(rank.endpoint).agent for rank in ranks)
 
     def schedule(self) -> StepPlan | None:
         plan = self._scheduler.schedule()

@@ -28,6 +28,9 @@ _TICK_S = 0.25
 class Worker(Protocol):
     """What a role (prefill, decode) adds to the loop. Called on the loop's thread only."""
 
+    def on_ready(self, ranks: list[messages.RankReady]) -> None:
+        """Every rank can take plans; called once, before anything is scheduled."""
+
     def schedule(self) -> messages.StepPlan | None:
         """Return the next step, None if there is nothing to tell the ranks."""
 
@@ -172,7 +175,9 @@ class EngineLoop(Generic[W]):
                 self._ready[rank] = message
                 self._watch(message.pid, rank)
                 if len(self._ready) == len(self._end.channels):
-                    self._listener.on_ready([self._ready[r] for r in sorted(self._ready)])
+                    ranks = [self._ready[r] for r in sorted(self._ready)]
+                    self.worker.on_ready(ranks)
+                    self._listener.on_ready(ranks)
             case messages.RankFailed():
                 raise RuntimeError(f"rank {rank}: {message.reason}")
             case _:

@@ -98,8 +98,6 @@ class RankProcess:
         plan = plan_memory(config, load_config(config.model))
         self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots)
         self._runner.load(lambda text: self._progress("loading", text))
-        if config.pool_poison:
-            self._runner.cache.poison()
         self._progress(
             "linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}"
         )
@@ -118,7 +116,7 @@ class RankProcess:
 
     def _open_transport(self) -> bytes:
         config, pools = self._config, self._runner.cache.pool_addresses()
-        make = _transport_maker(config, agent=f"{config.worker_id}.{self._rank}.{self._generation}")
+        make = _transport_maker(config)
         if config.role == "prefill":
             from engine.transfers import Transfers, TransferThread
 
@@ -166,11 +164,11 @@ class RankProcess:
         return _BUSY_PUMP_S if self._open_landings else _IDLE_PUMP_S
 
 
-def _transport_maker(config: EngineConfig, *, agent: str) -> Callable[[], KvTransport]:
+def _transport_maker(config: EngineConfig) -> Callable[[], KvTransport]:
     if config.transport == "nixl":
         from kv_transfer.nixl_transport import NixlTransport
 
-        return lambda: NixlTransport(agent)
+        return lambda: NixlTransport(config.worker_id)
     raise ValueError(
         f"transport {config.transport!r}: between processes there is nixl; local works inside one process only (tests)"
     )

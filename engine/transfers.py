@@ -11,11 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
-
-from kv_transfer.warm import warm
-from kv_transfer.writer import Writer, WriterEvent
 
 from engine.plan import (
     CancelPush,
@@ -26,10 +22,12 @@ from engine.plan import (
     PushPlan,
     RankMessage,
 )
-from kv_transfer.landing import Endpoint, Landing, Notification, PoolAddress, decode_endpoint, encode
+from kv_transfer.landing import Endpoint, PoolAddress, decode_endpoint
 from kv_transfer.layout import KVLayout
-from kv_transfer.plan import destinations_of, manifest, plan_push
+from kv_transfer.plan import plan_push, source_rank_for
 from kv_transfer.transport import KvTransport, TransferError
+from kv_transfer.warm import warm
+from kv_transfer.writer import Writer, WriterEvent
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +53,9 @@ class Transfers:
         emit: Callable[[RankMessage], None],
     ) -> None:
         self._transport, self._layout = transport, layout
-        self._rank, self._num_ranks, self._generation, self._emit = rank, num_ranks, generation, emit
+        self._rank, self._num_ranks, self._emit = rank, num_ranks, emit
         self.endpoint = transport.register(pools, generation=generation, rank=rank)
-        self._writer = Writer(transport)
+        self._writer = Writer(transport, layout=layout, generation=generation, rank=rank, num_ranks=num_ranks)
         self._peers: dict[str, Endpoint] = {}
 
     @property
@@ -69,7 +67,7 @@ class Transfers:
             case PushPlan():
                 self._push(order)
             case CancelPush():
-                self._writer.cancel(order.landing, destinations=self._destinations(order.landing))
+                self._writer.cancel(order.landing)
             case ConnectPeer():
                 self._connect(decode_endpoint(order.endpoint))
             case DisconnectPeer():
@@ -86,10 +84,6 @@ class Transfers:
     def close(self) -> None:
         self._transport.close()
 
-    def _destinations(self, landing: Landing) -> list[str]:
-        ranks = destinations_of(self._rank, num_sources=self._num_ranks, num_targets=len(landing.agents))
-        return [landing.agents[rank] for rank in ranks]
-
     def _push(self, order: PushPlan) -> None:
         landing = order.landing
         plan = plan_push(
@@ -101,30 +95,16 @@ class Transfers:
             source_slot=order.slot if order.is_last else None,
             target_slot=landing.slot if order.is_last else None,
         )
-        word = b""
-        if order.is_last:
-            word = encode(
-                Notification(
-                    kind="last",
-                    key=landing.key,
-                    generation=landing.generation,
-                    writer_rank=self._rank,
-                    writer_generation=self._generation,
-                    first_token=order.first_token,
-                    num_tokens=landing.num_tokens,
-                    manifest=manifest(self._layout, landing.num_tokens),
-                )
-            )
-        self._writer.push(landing, plan, destinations=self._destinations(landing), is_last=order.is_last, word=word)
+        self._writer.push(landing, plan, is_last=order.is_last, first_token=order.first_token)
 
     def _connect(self, peer: Endpoint) -> None:
-        if peer.rank % self._num_ranks != self._rank:
+        if source_rank_for(peer.rank, self._num_ranks) != self._rank:
             return  # another rank writes to it
-        started, lane, error = time.perf_counter(), "", ""
+        lane, microseconds, error = "", 0.0, ""
         try:
             self._transport.connect(peer)
             self._peers[peer.agent] = peer
-            lane, _ = warm(self._transport, peer.agent, timeout_s=_WARM_TIMEOUT_S)
+            lane, microseconds = warm(self._transport, peer.agent, timeout_s=_WARM_TIMEOUT_S)
         except TransferError as e:
             error = str(e)
         self._emit(
@@ -133,7 +113,7 @@ class Transfers:
                 agent=peer.agent,
                 generation=peer.generation,
                 lane=lane,
-                warmup_us=(time.perf_counter() - started) * 1e6,
+                warmup_us=microseconds,
                 error=error,
             )
         )
@@ -144,7 +124,7 @@ class Transfers:
                 rank=self._rank,
                 key=event.key,
                 generation=event.generation,
-                status=event.status,
+                status=event.kind,
                 is_last=event.is_last,
                 num_bytes=event.num_bytes,
                 num_pieces=event.num_pieces,
@@ -152,6 +132,7 @@ class Transfers:
                 error=event.error,
             )
         )
+
 
 class TransferThread:
     """A thread around Transfers: start() returns the endpoint; then `order` at will; `stop` waits for the end."""

@@ -24,6 +24,7 @@ from engine.plan import (
     PeerLinked,
     PushDone,
     RankMessage,
+    RankReady,
     StepPlan,
     StepResult,
 )
@@ -167,6 +168,9 @@ class PrefillWorker:
         self._send(DisconnectPeer(generation=request.generation))
 
     # ------------------------------------------------------------ the loop's side
+
+    def on_ready(self, ranks: list[RankReady]) -> None:
+        """Nothing to learn from prefill ranks: they are the ones that connect."""
 
     def schedule(self) -> StepPlan | None:
         plan = self._scheduler.schedule()

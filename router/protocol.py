@@ -180,7 +180,7 @@ class WriterLost(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- linking
 
 
-class Fingerprints(Message, frozen=True, kw_only=True):
+class Fingerprints(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Must be equal on both sides. model: config and tensor table; layout: cache geometry."""
 
     model: str
@@ -212,7 +212,7 @@ class LinkReply(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- what a worker says of itself
 
 
-class NumaBinding(Message, frozen=True, kw_only=True):
+class NumaBinding(Message, frozen=True, kw_only=True, omit_defaults=False):
     """status: bound (verified on memory pages), simulated (one node: CPUs split only) or unverified."""
 
     status: Literal["bound", "simulated", "unverified"]
@@ -221,14 +221,14 @@ class NumaBinding(Message, frozen=True, kw_only=True):
     evidence: str = ""
 
 
-class RankInfo(Message, frozen=True, kw_only=True):
+class RankInfo(Message, frozen=True, kw_only=True, omit_defaults=False):
     rank: int
     pid: int
     device: str
     numa: NumaBinding
 
 
-class Limits(Message, frozen=True, kw_only=True):
+class Limits(Message, frozen=True, kw_only=True, omit_defaults=False):
     """What this worker can take. max_model_len: prompt and output tokens of one request."""
 
     max_model_len: int
@@ -239,7 +239,7 @@ class Limits(Message, frozen=True, kw_only=True):
     vocab_size: int
 
 
-class WorkerStats(Message, frozen=True, kw_only=True):
+class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Gauges of this moment. queued_tokens: prompt tokens accepted but not computed yet.
 
     free_blocks: not held, not quarantined and not promised to a running request's growth.

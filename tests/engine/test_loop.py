@@ -51,6 +51,8 @@ class CountingWorker:
         self.left, self.tokens, self.outputs = left, [0], list[SequenceOutput]()
         self.aborted = ""
 
+    def on_ready(self, ranks: list[messages.RankReady]) -> None: ...
+
     def schedule(self) -> messages.StepPlan | None:
         if not self.left:
             return None
