@@ -1,4 +1,4 @@
-"""The slow reference with the engine's row formats, which follows the engine where a rounding is a matter of the last bit.
+"""The slow reference over the engine's row formats. It follows the engine where only the last bit decides a rounding.
 
 Two float32 computations of the same row differ by about 1e-6. Where a value lies on a rounding boundary they round to
 neighbouring codes, and the logits part by far more than 1e-4, though both are right. So the reference is given what the

@@ -41,6 +41,7 @@ def test_packed_rows_equal_the_reference_with_the_same_rounding(
 @pytest.mark.parametrize("fault", ["other scale", "other group", "truncated", "one code further"])
 def test_the_reference_follows_no_wrong_rounding(rounded_reference, fault):
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
+    x[:, 64:] *= 1e-2  # e4m3 is a float: another scale shows only where it makes values subnormal
     codes, scale = quantize_e4m3(x, 64)
     right = dequantize_e4m3(codes, scale, 64)
     rounding = rounded_reference.Rounding()
