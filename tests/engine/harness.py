@@ -1,8 +1,8 @@
 """Prefill and decode as two ModelRunners in one process, with the cache copied from one to the other.
 
-The copy moves what a push moves: every block that the prompt fills, group by group, and the whole slot record. Block ids
-and slots differ on the two sides, and every pool is filled with NaN before each request, so that whatever was not moved,
-or was moved to a wrong place, turns the logits into NaN.
+The copy moves what a push moves: every block that the prompt fills, group by group, and the whole slot record. Block
+ids and slots differ on the two sides, and every pool is filled with NaN before each request, so that whatever was
+not moved, or was moved to a wrong place, turns the logits into NaN.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import random
 
 import torch
 
+import engine.model.moe
+import kernels.indexer
 from engine.config import EngineConfig
 from engine.plan import SequenceStart, SequenceStep, StepPlan
 from engine.runner import ModelRunner
@@ -54,7 +56,6 @@ class Side:
         self._random.shuffle(self._free_blocks)
         self._random.shuffle(self._free_slots)
         self._running = {}
-        runner.on_logits = self._keep
 
     def _keep(self, seq, position, logits):
         running = self._running[seq]
@@ -87,6 +88,7 @@ class Side:
         for step in steps:
             self._running[step.seq].length = step.start + len(step.token_ids)
         plan = StepPlan(number=self._plan, starts=list(starts), steps=list(steps), ends=list(ends))
+        self.runner.on_logits = self._keep
         tokens, failed = self.runner.run(plan)
         for seq, token in tokens:
             self._running[seq].tokens.append(token)
@@ -195,3 +197,39 @@ def distance(a, b):
     """Return max |a - b|; NaN anywhere counts as infinitely far."""
     gap = (a.float() - b.float()).abs()
     return float("inf") if not bool(gap.isfinite().all()) else float(gap.max())
+
+
+class SelectionMargins:
+    """Records the smallest gap between a chosen and the next expert, or index entry, while it is entered.
+
+    Where that gap is below what float32 sums differ by between two shapes of the same product (scores move by less than
+    1e-6 here), either choice is right and the logits of the two differ. Such prompts compare nothing.
+    """
+
+    ENOUGH = 5e-6
+
+    def __init__(self):
+        self.smallest = float("inf")
+
+    def __enter__(self):
+        self._route, self._select = engine.model.moe.route, kernels.indexer.select_top_k_reference
+
+        def route(scores, *, bias=None, chosen=None, top_k, scaling):
+            if chosen is None:
+                self._record(scores if bias is None else scores + bias, top_k)
+            return self._route(scores, bias=bias, chosen=chosen, top_k=top_k, scaling=scaling)
+
+        def select(scores, k):
+            self._record(scores, k)
+            return self._select(scores, k)
+
+        engine.model.moe.route, kernels.indexer.select_top_k_reference = route, select
+        return self
+
+    def __exit__(self, *_):
+        engine.model.moe.route, kernels.indexer.select_top_k_reference = self._route, self._select
+
+    def _record(self, scores, k):
+        if scores.shape[1] > k:
+            best = scores.sort(-1, descending=True).values
+            self.smallest = min(self.smallest, float((best[:, k - 1] - best[:, k]).min()))

@@ -2,9 +2,7 @@
 
 import pytest
 
-PROMPTS = [("tiny", n) for n in (1, 5, 64, 127, 128, 129, 131, 256, 257, 300, 701)] + [
-    ("mx", n) for n in (7, 130, 300)
-]
+PROMPTS = [("tiny", n) for n in (1, 5, 64, 127, 128, 129, 131, 256, 257, 300, 701)] + [("mx", n) for n in (7, 130, 300)]
 
 
 @pytest.mark.parametrize("chunk", [37, 64, 256])
