@@ -93,14 +93,14 @@ def source_rank_for(target_rank: int, num_source_ranks: int) -> int:
     return target_rank % num_source_ranks
 
 
-def destinations_for(source_rank: int, num_source_ranks: int, agents: Sequence[str]) -> tuple[str, ...]:
-    """Return the agents that prefill rank `source_rank` writes to; `agents` are the decode ranks', in rank order.
+def destinations_of(source_rank: int, *, num_sources: int, num_targets: int) -> tuple[int, ...]:
+    """Return the decode ranks that prefill rank `source_rank` writes to: none for ranks beyond `num_targets`.
 
-    Empty for the prefill ranks beyond the number of decode ranks. Raises ValueError for a rank outside its group.
+    Raises ValueError for a rank outside its group.
     """
-    if not 0 <= source_rank < num_source_ranks:
-        raise ValueError(f"prefill rank {source_rank} of {num_source_ranks}: no such rank")
-    return tuple(a for d, a in enumerate(agents) if source_rank_for(d, num_source_ranks) == source_rank)
+    if not 0 <= source_rank < num_sources:
+        raise ValueError(f"prefill rank {source_rank} of {num_sources}: no such rank")
+    return tuple(range(source_rank, num_targets, num_sources))
 
 
 def _ids(name: str, blocks: Sequence[int], first: int, last: int) -> NDArray[np.int64]:

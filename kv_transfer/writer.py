@@ -27,10 +27,10 @@ import msgspec
 
 from kv_transfer.landing import GroupManifest, Landing, Notification, encode
 from kv_transfer.layout import KVLayout
-from kv_transfer.plan import TransferPlan, destinations_for
+from kv_transfer.plan import TransferPlan, destinations_of
 from kv_transfer.transport import KvTransport, Transfer, TransferError, TransferStatus
 
-EventKind = Literal["done", "failed", "drained", "undelivered"]
+EventStatus = Literal["done", "failed", "drained", "undelivered"]
 _MEASURABLE_BYTES = 1 << 20
 
 
@@ -45,7 +45,7 @@ class WriterEvent:
 
     key: int
     generation: int
-    kind: EventKind
+    status: EventStatus
     is_last: bool = False
     num_bytes: int = 0
     num_pieces: int = 0
@@ -130,7 +130,7 @@ class Writer:
         self._remember = remember
         self._clock = clock
         self._open: dict[tuple[int, int], _Course] = {}
-        self._over: collections.OrderedDict[tuple[int, int], EventKind] = collections.OrderedDict()
+        self._over: collections.OrderedDict[tuple[int, int], EventStatus] = collections.OrderedDict()
         self._events: list[WriterEvent] = []
 
     @property
@@ -273,7 +273,7 @@ class Writer:
             push = course.queue.popleft()
             self._emit(course.landing, "failed", is_last=push.is_last, error=f"push dropped: {reason}")
 
-    def _say_drained(self, course: _Course) -> EventKind:
+    def _say_drained(self, course: _Course) -> EventStatus:
         """Send the word to every destination, those that have got a "last" included: the landing is void."""
         notification = self._notification(course.landing, "drained")
         errors = []
@@ -282,11 +282,11 @@ class Writer:
                 self._transport.notify(agent, encode(notification))
             except TransferError as error:
                 errors.append(str(error))
-        ending: EventKind = "undelivered" if errors else "drained"
+        ending: EventStatus = "undelivered" if errors else "drained"
         self._emit(course.landing, ending, error="; ".join(errors))
         return ending
 
-    def _end(self, key: tuple[int, int], ending: EventKind) -> None:
+    def _end(self, key: tuple[int, int], ending: EventStatus) -> None:
         del self._open[key]
         self._over[key] = ending
         while len(self._over) > self._remember:
@@ -297,7 +297,8 @@ class Writer:
     def _course(self, landing: Landing) -> _Course:
         blocks = set(landing.block_ids[: self._layout.num_blocks_for(landing.num_tokens)])
         wanted = {g.name: blocks if g.unit == "block" else {landing.slot} for g in self._layout.groups}
-        return _Course(landing, destinations_for(self._rank, self._num_ranks, landing.agents), wanted)
+        ranks = destinations_of(self._rank, num_sources=self._num_ranks, num_targets=len(landing.agents))
+        return _Course(landing, tuple(landing.agents[rank] for rank in ranks), wanted)
 
     def _problem(self, course: _Course, push: _Push) -> str:
         """Return why a push must not be written, "" if it may."""
@@ -367,7 +368,7 @@ class Writer:
     def _emit(
         self,
         landing: Landing,
-        kind: EventKind,
+        status: EventStatus,
         *,
         is_last: bool = False,
         num_bytes: int = 0,
@@ -375,5 +376,5 @@ class Writer:
         seconds: float = 0.0,
         error: str = "",
     ) -> None:
-        event = WriterEvent(landing.key, landing.generation, kind, is_last, num_bytes, num_pieces, seconds, error)
+        event = WriterEvent(landing.key, landing.generation, status, is_last, num_bytes, num_pieces, seconds, error)
         self._events.append(event)
