@@ -272,6 +272,9 @@ class FakePrefill(FakeWorker):
     async def abort(self, request: protocol.AbortRequest) -> protocol.Message:
         self.refused_ids.add(request.request_id)
         self.running.discard(request.request_id)
+        if request.landing is not None:
+            decode, key = request.landing.decode().rsplit("/", 1)
+            self.cluster.decode_at(decode).quarantine.pop(int(key), None)
         return protocol.AbortReply(known=True, drained=True)
 
 
@@ -598,3 +601,14 @@ def handed() -> dict[str, Any]:
 def pieces_to_ids(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
     """Return a function from a case's pieces to token ids, one list a piece."""
     return lambda pieces: [[EOS_ID] if p == "<EOS>" else tokenizer.encode(p) for p in pieces]
+
+
+@pytest.fixture(scope="session")
+def next_tokens() -> Callable[[list[int]], int]:
+    """The fake model."""
+    return next_token
+
+
+@pytest.fixture(scope="session")
+def refusal() -> type[Refusal]:
+    return Refusal

@@ -88,7 +88,7 @@ def test_tool_results_follow_the_order_of_the_calls():
         {
             "role": "tool",
             "tool_call_id": "x",
-            "content": [{"type": "text", "text": "X1"}, {"type": "text", "text": "X2"}],
+            "content": [{"type": "text", "text": t} for t in ("X1", "X2")],
         },
     ]
     prompt = encode(messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ def joined(detokenizer: Detokenizer, pieces: list[list[int]]) -> str:
 def cut(items, places):
     """Cut a sequence at the places (any integers)."""
     at = sorted({p % (len(items) + 1) for p in places} | {0, len(items)})
-    return [items[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [items[a:b] for a, b in itertools.pairwise(at)]
 
 
 def test_a_folder_without_tokenizer_has_none(tmp_path):
