@@ -1,0 +1,126 @@
+"""Workers that come, go, restart, fall silent or don't fit."""
+
+from __future__ import annotations
+
+import json
+
+from router import protocol
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True}
+
+
+def works(cluster) -> bool:
+    return cluster.post("/v1/completions", BODY).status_code == 200
+
+
+def test_warm_up_is_a_whole_request_through_the_pair(make_cluster):
+    with make_cluster(waits_ready=False) as cluster:
+        cluster.wait(lambda: cluster.router.registry.is_ready)
+        paths = [path for path, _ in cluster.prefills[0].calls]
+        assert paths[:2] == ["/link", "/prefill"]
+        link = cluster.prefills[0].calls[0][1]
+        assert (link.endpoints, link.generation) == ([b"endpoint"], cluster.decodes[0].generation)
+        assert cluster.prefills[0].calls[1][1].sampling.max_tokens == 2
+        cluster.assert_clean()
+
+
+def test_a_pair_that_does_not_warm_up_is_not_ready(make_cluster):
+    with make_cluster(waits_ready=False, reserve_timeout_s=0.2, transfer_timeout_s=0.2) as cluster:
+        cluster.call(lambda: setattr(cluster, "transfers_work", False))
+        cluster.wait(lambda: cluster.router.registry.pairs[0].reason)
+        assert not cluster.router.registry.is_ready
+        assert "transfer took longer" in cluster.http.get("/ready").json()["error"]["message"]
+        cluster.call(lambda: setattr(cluster, "transfers_work", True))
+        cluster.wait(lambda: cluster.router.registry.is_ready)
+
+
+def test_a_restarted_decode_worker_is_linked_again(make_cluster):
+    with make_cluster() as cluster:
+        old = cluster.decodes[0]
+        cluster.call(old.kill)
+
+        async def restart():
+            cluster.decodes[0] = type(old)(cluster, old.port)
+            await cluster.decodes[0].start()
+
+        cluster.call(restart)
+        registry = cluster.router.registry
+        cluster.wait(lambda: registry.is_ready and registry.decodes[0].generation == cluster.decodes[0].generation)
+        links = [m for path, m in cluster.prefills[0].calls if path == "/link"]
+        assert [m.generation for m in links] == [old.generation, cluster.decodes[0].generation]
+        cluster.wait(lambda: "/unlink" in [path for path, _ in cluster.prefills[0].calls])
+        assert works(cluster)
+        cluster.assert_clean()
+
+
+def test_a_cut_stream_is_taken_up_where_it_broke(make_cluster):
+    with make_cluster() as cluster:
+        cluster.call(lambda: setattr(cluster, "step_s", 0.005))
+        answer = cluster.post("/v1/completions", BODY | {"max_tokens": 60, "return_token_ids": True})
+        whole = answer.json()["choices"][0]["token_ids"]
+        fields = BODY | {"max_tokens": 60, "stream": True, "return_token_ids": True}
+        with cluster.http.stream("POST", "/v1/completions", json=fields) as stream:
+            got: list[int] = []
+            for n, line in enumerate(line for line in stream.iter_lines() if line.startswith("data: {")):
+                got += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                if n == 5:
+                    cluster.call(cluster.decodes[0].cut_connections)
+        assert got == whole
+        assert len([path for path, _ in cluster.prefills[0].calls if path == "/link"]) == 1
+        cluster.assert_clean()
+
+
+def test_a_mute_worker_is_not_ready_and_not_declared_dead(make_cluster):
+    with make_cluster(worker_silence_s=0.6) as cluster:
+        cluster.call(lambda: setattr(cluster.prefills[0], "is_mute", True))
+        cluster.wait(lambda: not cluster.router.registry.is_ready, timeout_s=5)
+        cluster.wait(lambda: cluster.router.registry.prefills[0].is_lost, timeout_s=5)
+        assert "/writer_lost" not in [path for path, _ in cluster.decodes[0].calls]
+        assert cluster.http.get("/live").status_code == 200
+        cluster.call(lambda: setattr(cluster.prefills[0], "is_mute", False))
+        cluster.call(lambda: cluster.prefills[0].publish([]))
+        cluster.wait(lambda: cluster.router.registry.is_ready, timeout_s=10)
+        assert works(cluster)
+
+
+def test_workers_that_differ_are_refused_with_both_values(make_cluster):
+    with make_cluster(num_decodes=2) as cluster:
+        registry = cluster.router.registry
+        cluster.wait(lambda: len(registry.ready_pairs()) == 2)
+        other = protocol.Fingerprints(model="model-1", layout="layout-2")
+        cluster.call(lambda: setattr(cluster.decodes[1], "fingerprints", other))
+        cluster.call(lambda: cluster.decodes[1].set_state("warming"))
+        cluster.call(lambda: cluster.decodes[1].set_state("ready"))
+        cluster.wait(lambda: registry.pairs[1].state == "failed")
+        pairs = cluster.http.get("/topology").json()["pairs"]
+        assert [p["state"] for p in pairs] == ["ready", "failed"]
+        assert "layout-1" in pairs[1]["reason"]
+        assert "layout-2" in pairs[1]["reason"]
+        assert works(cluster)
+
+
+def test_a_worker_of_the_wrong_role_or_protocol_is_refused(make_cluster):
+    future = protocol.Fingerprints(model="model-1", layout="layout-1", protocol=99)
+    for change, text in (
+        (lambda w: setattr(w, "served_role", "prefill"), "was given as --decode"),
+        (lambda w: setattr(w, "fingerprints", future), "speaks protocol 99, this router 1"),
+    ):
+        with make_cluster(num_decodes=2) as cluster:
+            registry = cluster.router.registry
+            cluster.wait(lambda registry=registry: len(registry.ready_pairs()) == 2)
+            cluster.call(lambda cluster=cluster, change=change: change(cluster.decodes[1]))
+            cluster.call(lambda cluster=cluster: cluster.decodes[1].set_state("warming"))
+            cluster.wait(lambda registry=registry: registry.decodes[1].is_refused)
+            worker = cluster.http.get("/topology").json()["workers"][2]
+            assert worker["state"] == "failed"
+            assert text in worker["reason"]
+
+
+def test_a_draining_worker_gets_nothing_new(make_cluster):
+    with make_cluster(num_decodes=2) as cluster:
+        cluster.wait(lambda: len(cluster.router.registry.ready_pairs()) == 2)
+        cluster.call(lambda: cluster.decodes[0].set_state("draining"))
+        cluster.wait(lambda: len(cluster.router.registry.ready_pairs()) == 1)
+        reserved = len([path for path, _ in cluster.decodes[0].calls if path == "/reserve"])
+        assert all(works(cluster) for _ in range(3))
+        assert len([path for path, _ in cluster.decodes[0].calls if path == "/reserve"]) == reserved
