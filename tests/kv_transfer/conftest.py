@@ -175,16 +175,18 @@ def assert_same_bytes(pools: Pools, expected: Pools) -> None:
         assert np.array_equal(pools[name], array), f"pool {name} differs"
 
 
-def make_landing(layout: KVLayout, *agents: str, key: int = 1, blocks: tuple[int, ...] = (5, 6, 9), **fields: object) -> Landing:
+def make_landing(
+    geometry: KVLayout, /, *agents: str, key: int = 1, blocks: tuple[int, ...] = (5, 6, 9), **fields: object
+) -> Landing:
     """Return a landing for a prompt that fills `blocks` but for one token, in slot 2 unless told otherwise."""
     values: dict[str, object] = {
         "request_id": f"req-{key}",
         "key": key,
         "generation": 7,
-        "num_tokens": len(blocks) * layout.block_tokens - 1,
+        "num_tokens": len(blocks) * geometry.block_tokens - 1,
         "block_ids": blocks,
         "slot": 2,
-        "layout": layout.fingerprint(),
+        "layout": geometry.fingerprint(),
         "agents": agents,
         "leader_url": "http://decode",
     }

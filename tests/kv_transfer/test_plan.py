@@ -24,9 +24,7 @@ def small_layout(block_groups: int = 2) -> KVLayout:
 
 def pools_of(layout: KVLayout, start: int) -> dict[str, bytearray]:
     counter = itertools.count(start)
-    return {
-        g.name: bytearray(next(counter) * 37 % 251 for _ in range(g.unit_bytes * NUM_UNITS)) for g in layout.groups
-    }
+    return {g.name: bytearray(next(counter) * 37 % 251 for _ in range(g.unit_bytes * NUM_UNITS)) for g in layout.groups}
 
 
 ids = st.lists(st.integers(0, NUM_UNITS - 1), unique=True, max_size=NUM_UNITS)

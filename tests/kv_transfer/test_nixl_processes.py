@@ -1,0 +1,197 @@
+"""NixlTransport between processes, over shared memory and over TCP: death, silence and return of the receiver."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kv_transfer.landing import Endpoint, PoolAddress, decode_endpoint
+from kv_transfer.plan import Piece, TransferPlan
+from kv_transfer.transport import Transfer, TransferError, TransferStatus
+from kv_transfer.warm import warm
+
+from .conftest import PATIENCE_S, require_nixl
+
+POOL_BYTES = 64 << 20
+WHOLE_POOL = TransferPlan((Piece("kv", 0, 0, POOL_BYTES),))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Receiver:
+    """A child process with a pool of zeros, polling."""
+
+    def __init__(self, name: str, generation: int = 1) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("receiver.py")), name, str(generation), str(POOL_BYTES)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.is_stopped = False
+
+    def endpoint(self) -> Endpoint:
+        assert self.process.stdout is not None
+        return decode_endpoint(bytes.fromhex(self.process.stdout.readline()))
+
+    def state(self) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("state\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Callable[..., Receiver]]:
+    started: list[Receiver] = []
+
+    def start(name: str, generation: int = 1) -> Receiver:
+        started.append(Receiver(name, generation))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.close()
+
+
+@pytest.fixture(params=["all", "tcp,self"])
+def sender(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield a transport with a pool of random bytes; every process of the test uses the same UCX_TLS."""
+    require_nixl()
+    from kv_transfer.nixl_transport import NixlTransport
+
+    monkeypatch.setenv("UCX_TLS", request.param)
+    pool = np.random.default_rng(5).integers(0, 256, POOL_BYTES, dtype=np.uint8)
+    scratch = np.zeros(4096, dtype=np.uint8)
+    transport = NixlTransport(f"sender{time.monotonic_ns()}")
+    transport.register(
+        [
+            PoolAddress(name="kv", base=pool.ctypes.data, unit_bytes=4096, num_units=POOL_BYTES // 4096),
+            PoolAddress(name="scratch", base=scratch.ctypes.data, unit_bytes=4096, num_units=1),
+        ],
+        generation=1,
+        rank=0,
+    )
+    transport.crc = zlib.crc32(pool)  # type: ignore[attr-defined]
+    transport.expected_lanes = {"tcp"} if request.param == "tcp,self" else {"cma", "tcp"}  # type: ignore[attr-defined]
+    yield transport
+    transport.close()
+
+
+def await_end(transport: Any, transfer: Transfer, timeout_s: float = PATIENCE_S) -> TransferStatus:
+    until = time.monotonic() + timeout_s
+    while (status := transport.check(transfer)) is TransferStatus.PENDING and time.monotonic() < until:
+        time.sleep(0.0002)
+    return status
+
+
+def await_word(transport: Any, child: Receiver) -> dict[str, Any]:
+    """Return the receiver's state once a notification has come."""
+    until = time.monotonic() + PATIENCE_S
+    while not (state := child.state())["arrived"] and time.monotonic() < until:
+        transport.poll()
+    return state
+
+
+def test_a_receiver_dies_and_another_takes_its_name(sender: Any, receiver: Callable[..., Receiver]) -> None:
+    decode, successor = receiver("decode"), receiver("decode")
+    old, new = decode.endpoint(), successor.endpoint()
+    assert old.agent == new.agent
+
+    sender.connect(old)
+    assert warm(sender, old.agent).lane in sender.expected_lanes
+    assert await_end(sender, sender.write(old.agent, WHOLE_POOL, b"all")) is TransferStatus.DONE
+    assert await_word(sender, decode) == {"crc": sender.crc, "arrived": ["all"]}
+
+    decode.kill()
+    lost = sender.write(old.agent, WHOLE_POOL, b"to the dead")
+    assert await_end(sender, lost) is TransferStatus.FAILED
+    assert old.agent in lost.error and "Disconnect" in lost.error
+    with pytest.raises(TransferError, match=old.agent):
+        sender.notify(old.agent, b"are you there?")
+
+    sender.connect(new)
+    assert await_end(sender, sender.write(new.agent, WHOLE_POOL, b"again")) is TransferStatus.DONE
+    assert await_word(sender, successor) == {"crc": sender.crc, "arrived": ["again"]}
+
+
+@pytest.mark.parametrize("sender", ["tcp,self"], indirect=True)
+def test_silence_keeps_a_write_pending_and_death_fails_it(sender: Any, receiver: Callable[..., Receiver]) -> None:
+    """Over TCP only: over shared memory a stopped process takes its bytes all the same."""
+    decode, other = receiver("decode"), receiver("other")
+    endpoint, stranger = decode.endpoint(), other.endpoint()
+    agent = endpoint.agent
+    sender.connect(endpoint)
+    assert warm(sender, agent).lane == "tcp"
+
+    decode.stop()
+    silent = sender.write(agent, WHOLE_POOL, b"late")
+    assert await_end(sender, silent, timeout_s=0.3) is TransferStatus.PENDING
+    sender.disconnect(agent)
+    with pytest.raises(TransferError, match="not connected"):
+        sender.notify(agent, b"x")
+    assert await_end(sender, silent, timeout_s=0.1) is TransferStatus.PENDING  # what moves stays visible
+    with pytest.raises(TransferError, match="1 writes to its previous life are under way"):
+        sender.connect(msgspec.structs.replace(endpoint, metadata=stranger.metadata))
+    decode.resume()
+    assert await_end(sender, silent) is TransferStatus.DONE
+    with pytest.raises(TransferError, match="not connected"):
+        sender.write(agent, WHOLE_POOL)
+
+    sender.connect(endpoint)
+    assert warm(sender, agent).lane == "tcp"
+    decode.stop()
+    doomed = sender.write(agent, WHOLE_POOL, b"never")
+    assert await_end(sender, doomed, timeout_s=0.1) is TransferStatus.PENDING
+    killed = time.monotonic()
+    decode.kill()
+    assert await_end(sender, doomed) is TransferStatus.FAILED
+    assert time.monotonic() - killed < 3
+    assert "Disconnect" in doomed.error
+    assert sender.check(doomed) is TransferStatus.FAILED
+
+
+def test_a_stopped_peer_fails_the_warm_up_within_its_time(sender: Any, receiver: Callable[..., Receiver]) -> None:
+    child = receiver("decode")
+    endpoint = child.endpoint()
+    child.stop()
+    sender.connect(endpoint)
+    with pytest.raises(TransferError, match=r"did not take a first write within 0\.2 s"):
+        warm(sender, endpoint.agent, timeout_s=0.2)
+    child.kill()
+    until = time.monotonic() + PATIENCE_S
+    while sender._peers and time.monotonic() < until:
+        for peer in list(sender._peers.values()):
+            for transfer in list(peer.transfers):
+                sender.check(transfer)
+    assert not sender._peers
