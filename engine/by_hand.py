@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import EngineConfig
 from engine.flags import ConfigError, add_engine_flags, engine_config
 from router.protocol import WorkerRole
 

@@ -27,6 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landings_ahead: reservations that decode accepts beyond max_num_seqs.   waiting_ahead: the same at prefill.
     ranks: processes of the group, one per GPU.   numa_node: -1 means unpinned.
     cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.
+    threads: of a rank's arithmetic on the CPU; more only pays for models much larger than the tiny one.
+    transfer_timeout_s: what one write may take at least; large ones get more, by measured bandwidth.
     pool_poison: fill every pool with NaN at start (tests).
     """
 
@@ -48,13 +50,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_ahead: int = 2
     ranks: int = 1
     device: str = "cpu"
-    threads: int = 0
+    threads: int = 1
     transport: TransportName = "nixl"
     numa_node: int = -1
     cpus: str = ""
     host: str = "127.0.0.1"
     port: int = 0
     landing_timeout_s: float = 600.0
+    transfer_timeout_s: float = 3.0
     drain_timeout_s: float = 30.0
     pool_poison: bool = False
 

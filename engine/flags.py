@@ -92,7 +92,7 @@ FIELDS = (
         1024,
     ),
     Field("device", _PLACE, "cpu, or cuda (each rank takes one GPU of those it sees)"),
-    Field("threads", _PLACE, "CPU threads of a rank's arithmetic; 0: its share of the CPUs it is pinned to"),
+    Field("threads", _PLACE, "CPU threads of a rank's arithmetic; small models are fastest with one", (), 1, 1024),
     Field("numa_node", _PLACE, "NUMA node to pin to; -1: not pinned", (), -1, 1023),
     Field("cpus", _PLACE, "CPU list such as 0-15,32 in place of the node's own"),
     Field("transport", _NET, "what carries the cache: nixl, ucxx or local", ("--disaggregation-transfer-backend",)),
@@ -100,6 +100,7 @@ FIELDS = (
     Field("port", _NET, "port that the leader listens on; 0: a free one", (), 0, 65535),
     Field("worker_id", _NET, "name of the group in /topology and logs"),
     Field("landing_timeout_s", _NET, "seconds a landing may wait for its cache", (), 0.001),
+    Field("transfer_timeout_s", _NET, "seconds that one write of cache may take at least", (), 0.001),
     Field("drain_timeout_s", _NET, "seconds that running requests get when the group stops"),
 )
 _BY_NAME = {field.name: field for field in FIELDS}

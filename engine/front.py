@@ -58,6 +58,7 @@ class Front:
         self._ranks: list[messages.RankReady] = []
         self._frames: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=FRAMES_KEPT)
         self._number = 0
+        self._is_closed = False
         self._news = asyncio.Event()
         self._stats = WorkerStats()
         self._asyncio = asyncio.get_running_loop()
@@ -156,6 +157,11 @@ class Front:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
+    def close(self) -> None:
+        """End every stream once its reader has all frames."""
+        self._is_closed = True
+        self._news.set()
+
     async def heartbeat(self) -> None:
         """Publish a frame every second that had none; runs for ever."""
         while True:
@@ -177,6 +183,8 @@ class Front:
                     batch = [self._frames[i][1] for i in range(start, len(self._frames))]
                     number += len(batch)
                     yield b"".join(batch)
+                elif self._is_closed:
+                    return
                 else:
                     await self._news.wait()
         finally:

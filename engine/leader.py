@@ -124,6 +124,7 @@ class _Leader:
             return await self._until_stopped(front, loop, stop)
         finally:
             (self._run_dir / "leader.json").unlink(missing_ok=True)
+            front.close()
             server.should_exit = True
             loop.stop()
             await asyncio.to_thread(self._end_ranks)
@@ -151,7 +152,6 @@ class _Leader:
             await asyncio.sleep(0.05)
         await asyncio.wrap_future(loop.call(lambda worker: worker.abort_all("the worker is shutting down")))
         front.set_state("stopped")
-        await asyncio.sleep(0.05)  # let readers of the stream see it
         return 0
 
     async def _drain(self, _: protocol.Ack, __: Request) -> protocol.Message:

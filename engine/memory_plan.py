@@ -48,7 +48,11 @@ class MemoryPlan:
                 f"{self.num_slots * layout.slot_bytes / 2**20:,.1f} MiB",
                 f"{self.num_slots} x {layout.slot_bytes:,} B",
             ),
-            ("longest request", f"{self.max_model_len:,} tokens", f"{layout.num_blocks_for(self.max_model_len)} blocks"),
+            (
+                "longest request",
+                f"{self.max_model_len:,} tokens",
+                f"{layout.num_blocks_for(self.max_model_len)} blocks",
+            ),
         ]
         return "\n".join(f"  {name:<16} {amount:>14}  {how}".rstrip() for name, amount, how in rows)
 
@@ -78,9 +82,9 @@ def plan_memory(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPlan:
     if fits < (config.max_model_len or 1):
         raise PlanError(
             f"a request of max_model_len {longest} tokens needs {layout.num_blocks_for(longest)} blocks of "
-            f"{layout.block_bytes:,} B beside {num_slots} slots of {layout.slot_bytes:,} B, but only {num_blocks} blocks fit "
-            f"into kv_cache_memory_gib {config.kv_cache_memory_gib} (or num_blocks {config.num_blocks}); raise it, or lower "
-            "max_model_len or max_num_seqs"
+            f"{layout.block_bytes:,} B beside {num_slots} slots of {layout.slot_bytes:,} B, but only {num_blocks} "
+            f"blocks fit into kv_cache_memory_gib {config.kv_cache_memory_gib} (or num_blocks {config.num_blocks}); "
+            "raise it, or lower max_model_len or max_num_seqs"
         )
     return MemoryPlan(
         layout=layout,

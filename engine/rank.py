@@ -94,7 +94,7 @@ class RankProcess:
 
         from engine.runner import ModelRunner
 
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.threads)
         plan = plan_memory(config, load_config(config.model))
         self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots)
         self._runner.load(lambda text: self._progress("loading", text))
@@ -128,8 +128,10 @@ class RankProcess:
                     rank=self._rank,
                     num_ranks=config.ranks,
                     generation=self._generation,
+                    timeout_s=config.transfer_timeout_s,
                     emit=self.send,
-                )
+                ),
+                on_failed=lambda reason: self.send(messages.RankFailed(rank=self._rank, reason=reason)),
             )
             return encode(self._transfers.start())
         self._transport = make()

@@ -111,9 +111,7 @@ class Scheduler:
         self._under_way = set()
         return [self._commit(self.running[step.seq], step, tokens.get(step.seq), failed) for step in plan.steps]
 
-    def _commit(
-        self, sequence: Sequence, step: SequenceStep, token_id: int | None, failed: dict[int, str]
-    ) -> Progress:
+    def _commit(self, sequence: Sequence, step: SequenceStep, token_id: int | None, failed: dict[int, str]) -> Progress:
         if sequence.seq in self._aborted_under_way:
             self._aborted_under_way.remove(sequence.seq)
             self.remove(sequence)

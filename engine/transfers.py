@@ -8,6 +8,7 @@ A chunk is computed before its push is ordered, so what is read here is complete
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -50,12 +51,15 @@ class Transfers:
         rank: int,
         num_ranks: int,
         generation: int,
+        timeout_s: float,
         emit: Callable[[RankMessage], None],
     ) -> None:
         self._transport, self._layout = transport, layout
         self._rank, self._num_ranks, self._emit = rank, num_ranks, emit
         self.endpoint = transport.register(pools, generation=generation, rank=rank)
-        self._writer = Writer(transport, layout=layout, generation=generation, rank=rank, num_ranks=num_ranks)
+        self._writer = Writer(
+            transport, layout=layout, generation=generation, rank=rank, num_ranks=num_ranks, min_deadline_s=timeout_s
+        )
         self._peers: dict[str, Endpoint] = {}
 
     @property
@@ -86,6 +90,7 @@ class Transfers:
 
     def _push(self, order: PushPlan) -> None:
         landing = order.landing
+        self._reconnect(landing.agents)
         plan = plan_push(
             self._layout,
             source_blocks=order.block_ids,
@@ -96,6 +101,13 @@ class Transfers:
             target_slot=landing.slot if order.is_last else None,
         )
         self._writer.push(landing, plan, is_last=order.is_last, first_token=order.first_token)
+
+    def _reconnect(self, agents: tuple[str, ...]) -> None:
+        """Know the peers again that a failed write has disconnected; if one is really gone, the write will tell."""
+        for agent in agents:
+            if agent in self._peers:
+                with contextlib.suppress(TransferError):
+                    self._transport.connect(self._peers[agent])
 
     def _connect(self, peer: Endpoint) -> None:
         if source_rank_for(peer.rank, self._num_ranks) != self._rank:
@@ -124,7 +136,7 @@ class Transfers:
                 rank=self._rank,
                 key=event.key,
                 generation=event.generation,
-                status=event.kind,
+                status=event.status,
                 is_last=event.is_last,
                 num_bytes=event.num_bytes,
                 num_pieces=event.num_pieces,
@@ -137,9 +149,9 @@ class Transfers:
 class TransferThread:
     """A thread around Transfers: start() returns the endpoint; then `order` at will; `stop` waits for the end."""
 
-    def __init__(self, make: Callable[[], Transfers]) -> None:
-        """make runs on the thread, so that the transport belongs to it from the beginning."""
-        self._make = make
+    def __init__(self, make: Callable[[], Transfers], *, on_failed: Callable[[str], None]) -> None:
+        """make runs on the thread, so that the transport belongs to it from the beginning. on_failed: it has died."""
+        self._make, self._on_failed = make, on_failed
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[Endpoint | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
@@ -166,6 +178,13 @@ class TransferThread:
             self._started.put(e)
             return
         self._started.put(transfers.endpoint)
+        try:
+            self._serve(transfers)
+        except Exception as e:
+            log.exception("the transfer thread ended")
+            self._on_failed(f"transfer thread: {type(e).__name__}: {e}")
+
+    def _serve(self, transfers: Transfers) -> None:
         is_stopping = False
         while not (is_stopping and transfers.is_idle):
             for order in self._take(_IDLE_WAIT_S if transfers.is_idle else _ACTIVE_NAP_S):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
@@ -43,6 +44,8 @@ from router.protocol import (
     WorkerStats,
     WriterLost,
 )
+
+log = logging.getLogger(__name__)
 
 _ABORTED_KEPT = 4096
 
@@ -190,6 +193,8 @@ class PrefillWorker:
     def on_rank_message(self, message: RankMessage) -> None:
         match message:
             case PushDone():
+                if message.status in ("failed", "undelivered"):
+                    log.warning("rank %d, landing %d: %s: %s", message.rank, message.key, message.status, message.error)
                 push = self._pushes.on_done(message)
                 if push is not None:
                     if push.is_undelivered:
