@@ -5,7 +5,8 @@
 
 amax is taken over groups of consecutive channels of the last axis. The floors make a block of zeros a block of zero
 codes with an ordinary scale. Finite input never gives a NaN code or a NaN scale byte (0x7F/0xFF in e4m3, 0xFF in
-ue8m0). An inf or NaN makes its own group NaN on the way back and no other.
+ue8m0) and never overflows on the way back: magnitudes above 2^127 count as 2^127. An inf or NaN makes its own group NaN
+on the way back and no other.
 
 ue8m0 is the exponent byte of fp32: byte b stands for 2^(b-127), 255 for NaN. e2m1 codes: bit 3 is the sign, magnitudes
 0, .5, 1, 1.5, 2, 3, 4, 6; two a byte, the even channel in the low nibble.
@@ -35,7 +36,7 @@ def quantize_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     grouped = _grouped(x, group)
     scale = _power_of_two_at_least(grouped.abs().amax(-1).clamp(min=E4M3_AMAX_FLOOR) / E4M3_MAX)
     # The cast itself gives NaN above 464, so clamp first; clamp lets NaN through.
-    codes = (grouped / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = (_representable(grouped) / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes.flatten(-2), scale
 
 
@@ -48,7 +49,7 @@ def quantize_e2m1(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return packed codes [..., n / 2] uint8 and scales [..., n / group] float32 of x [..., n]."""
     grouped = _grouped(x, group)
     scale = _power_of_two_at_least(grouped.abs().amax(-1).clamp(min=E2M1_AMAX_FLOOR) / E2M1_MAX)
-    y = (grouped / scale[..., None]).flatten(-2)
+    y = (_representable(grouped) / scale[..., None]).flatten(-2)
     code = torch.bucketize(y.abs(), _constant(_E2M1_EDGES, y.device)) | (torch.signbit(y).long() << 3)
     return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8), scale
 
@@ -97,6 +98,14 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     if x.shape[-1] % group:
         raise ValueError(f"{x.shape[-1]} channels can't be quantised in groups of {group}")
     return x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
+
+
+def _representable(x: Tensor) -> Tensor:
+    """Keep values off the top of float32, where rounding up to the next code would overflow on the way back.
+
+    An inf loses itself here but not in its group's scale, which makes the whole group NaN.
+    """
+    return x.clamp(-(2.0**127), 2.0**127)
 
 
 def _power_of_two_at_least(x: Tensor) -> Tensor:

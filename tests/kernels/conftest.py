@@ -1,0 +1,29 @@
+"""Fixtures of the kernels' tests."""
+
+import pytest
+import torch
+
+from kernels.rows import Rows
+from kv_transfer.layout import row_bytes
+
+
+@pytest.fixture
+def make_rows():
+    """Return a function (format, width, units, rows) -> Rows over a pool of its own, full of NaN bytes."""
+
+    def make(fmt, width, *, units, rows):
+        values, scales = row_bytes(fmt, width)
+        pool = torch.full((units, -(-rows * (values + scales) // 16) * 16), 0xFF, dtype=torch.uint8)
+        return Rows.view(pool, fmt, width=width, rows=rows, offset=0, value_bytes=values, scale_bytes=scales)
+
+    return make
+
+
+@pytest.fixture
+def normal():
+    """Return a function (*shape, seed) -> standard normal float32."""
+
+    def draw(*shape, seed=0):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    return draw
