@@ -157,7 +157,10 @@ def test_failure_of_one_sequence_leaves_its_neighbours_alone() -> None:
     assert plan is not None
     result = StepResult(rank=0, number=plan.number, tokens=[(2, 50)], failed=[(1, "logits are not finite")])
     progress = scheduler.commit(plan, result)
-    assert [(p.sequence.seq, p.error, p.token_id) for p in progress] == [(1, "logits are not finite", None), (2, "", 50)]
+    assert [(p.sequence.seq, p.error, p.token_id) for p in progress] == [
+        (1, "logits are not finite", None),
+        (2, "", 50),
+    ]
 
 
 def test_sampling_sequence_without_a_token_fails_closed() -> None:
