@@ -8,6 +8,7 @@ Traps, all measured with NIXL 1.5.1:
 - a stopped peer keeps a transfer PENDING for ever: deadlines are the caller's;
 - releasing a handle or removing its peer does not stop the bytes, it only makes their state unknowable. So a peer
   that is disconnected is removed from NIXL only after its last transfer has ended, and a handle is released then;
+- after a failure the connection is unusable even if the peer lives: it is dropped, and `connect` makes a new one;
 - `add_remote_agent` returns bytes; a name can be taken again only after `remove_remote_agent`.
 """
 
@@ -53,6 +54,7 @@ class _Peer:
     lane_mark: int = 0
     has_written: bool = False
     is_open: bool = True
+    is_broken: bool = False
     transfers: list[NixlTransfer] = dataclasses.field(default_factory=list)
 
 
@@ -118,17 +120,17 @@ class NixlTransport:
         return self._endpoint
 
     def connect(self, peer: Endpoint) -> None:
-        """Learn a peer, or learn its new metadata after it restarted under the same name.
+        """Learn a peer, its new metadata after it restarted under the same name, or anew after a failure.
 
-        Raises TransferError for metadata that NIXL can't read, pools of another geometry, or while writes to the
-        previous bearer of the name are still under way.
+        Raises TransferError for metadata that NIXL can't read, pools of another geometry, or while writes over the
+        connection that this one replaces are still under way.
         """
         own = self._own()
         if peer.transport != self.name:
             raise TransferError(f"{peer.agent} speaks {peer.transport!r}, not {self.name!r}: use one transport")
         check_pools(own, peer)
         known = self._peers.get(peer.agent)
-        if known is not None and known.endpoint == peer:
+        if known is not None and known.endpoint == peer and not known.is_broken:
             known.is_open = True
             return
         if known is not None:
@@ -136,15 +138,17 @@ class NixlTransport:
                 self.check(transfer)
             if known.transfers:
                 raise TransferError(
-                    f"{peer.agent} has new metadata while {len(known.transfers)} writes to its previous life are "
-                    "under way: end that process, then connect again"
+                    f"{peer.agent} can't be connected anew while {len(known.transfers)} writes over its previous "
+                    "connection are under way: try again when they have ended, or end the process they go to"
                 )
             self._remove(known)
         mark = len(process_log.tables(own.agent))
         try:
             named = self._agent.add_remote_agent(peer.metadata).decode()
         except Exception as error:
-            raise TransferError(f"metadata of {peer.agent} is unusable: {_cause(error)}") from error
+            raise TransferError(
+                f"metadata of {peer.agent} is unusable, or its process is gone: {_cause(error)}"
+            ) from error
         if named != peer.agent:
             self._agent.remove_remote_agent(named)
             raise TransferError(f"endpoint {peer.agent} carries the metadata of {named}")
@@ -191,10 +195,11 @@ class NixlTransport:
         return transfer.status
 
     def notify(self, agent: str, message: bytes) -> None:
-        self._peer(agent)
+        peer = self._peer(agent)
         try:
             self._agent.send_notif(agent, message)
         except Exception as error:
+            self._break(peer)
             raise TransferError(f"{agent} can't be notified: {_cause(error)}") from error
 
     def poll(self) -> list[tuple[str, bytes]]:
@@ -263,8 +268,14 @@ class NixlTransport:
         if transfer.status is TransferStatus.DONE and not peer.has_written:
             peer.has_written = True
             peer.lane = self._find_lane(peer)
-        if not peer.is_open and not peer.transfers:
+        if transfer.status is TransferStatus.FAILED:
+            self._break(peer)
+        elif not peer.is_open and not peer.transfers:
             self._remove(peer)
+
+    def _break(self, peer: _Peer) -> None:
+        peer.is_broken = True
+        self.disconnect(peer.endpoint.agent)
 
     def _find_lane(self, peer: _Peer) -> str:
         """Return the lane of the tables printed since `connect`, else the only one this agent has ever used."""

@@ -25,7 +25,8 @@ from typing import Literal
 
 import msgspec
 
-from kv_transfer.landing import GroupManifest, Landing, Notification, encode
+from kv_transfer.coverage import Coverage
+from kv_transfer.landing import Landing, Notification, encode
 from kv_transfer.layout import KVLayout
 from kv_transfer.plan import TransferPlan, destinations_of
 from kv_transfer.transport import KvTransport, Transfer, TransferError, TransferStatus
@@ -70,18 +71,14 @@ class _Flight:
 
 @dataclasses.dataclass(slots=True)
 class _Course:
-    """A landing that is not over.
-
-    wanted, written: per pool, the units that belong to it, and those that have arrived at every destination.
-    """
+    """A landing that is not over. coverage: what has arrived at every destination."""
 
     landing: Landing
     destinations: tuple[str, ...]
-    wanted: dict[str, set[int]]
+    coverage: Coverage
     queue: collections.deque[_Push] = dataclasses.field(default_factory=collections.deque)
     current: _Push | None = None
     flights: list[_Flight] = dataclasses.field(default_factory=list)
-    written: dict[str, set[int]] = dataclasses.field(default_factory=dict)
     started: float = 0.0
     num_bytes: int = 0
     num_pieces: int = 0
@@ -119,7 +116,6 @@ class Writer:
     ) -> None:
         self._transport = transport
         self._layout = layout
-        self._fingerprint = layout.fingerprint()
         self._generation = generation
         self._rank = rank
         self._num_ranks = num_ranks
@@ -207,7 +203,7 @@ class Writer:
         course.current = push
         course.started = self._clock()
         course.num_bytes = course.num_pieces = 0
-        if problem := self._problem(course, push):
+        if problem := course.coverage.problem(push.plan, is_last=push.is_last):
             self._fail(course, problem)
             return
         message = encode(self._last_notification(course, push)) if push.is_last else b""
@@ -245,8 +241,7 @@ class Writer:
         course.current = None
         if course.error:
             return
-        for pool, units in self._units(push.plan).items():
-            course.written.setdefault(pool, set()).update(units)
+        course.coverage.add(push.plan)
         self._emit(
             course.landing,
             "done",
@@ -295,40 +290,8 @@ class Writer:
     # ------------------------------------------------------------ below: what belongs to a landing
 
     def _course(self, landing: Landing) -> _Course:
-        blocks = set(landing.block_ids[: self._layout.num_blocks_for(landing.num_tokens)])
-        wanted = {g.name: blocks if g.unit == "block" else {landing.slot} for g in self._layout.groups}
         ranks = destinations_of(self._rank, num_sources=self._num_ranks, num_targets=len(landing.agents))
-        return _Course(landing, tuple(landing.agents[rank] for rank in ranks), wanted)
-
-    def _problem(self, course: _Course, push: _Push) -> str:
-        """Return why a push must not be written, "" if it may."""
-        landing = course.landing
-        if landing.layout != self._fingerprint:
-            return f"landing {landing.key} has layout {landing.layout}, this rank has {self._fingerprint}"
-        for piece in push.plan.pieces:
-            group = self._layout.group(piece.pool)
-            if group is None:
-                return f"pool {piece.pool!r} is no group of the layout"
-            if piece.source % group.unit_bytes or piece.target % group.unit_bytes or piece.num_bytes % group.unit_bytes:
-                return f"{piece}: not whole units of {group.unit_bytes} bytes"
-        units = self._units(push.plan)
-        for pool, touched in units.items():
-            if foreign := touched - course.wanted[pool]:
-                return f"unit {min(foreign)} of {pool!r} does not belong to landing {landing.key}"
-        for pool, wanted in course.wanted.items() if push.is_last else ():
-            arrived = course.written.get(pool, set()) | units.get(pool, set())
-            if missing := wanted - arrived:
-                return f"last push leaves {pool!r} incomplete: {len(missing)} of {len(wanted)} units are missing"
-        return ""
-
-    def _units(self, plan: TransferPlan) -> dict[str, set[int]]:
-        units: dict[str, set[int]] = {}
-        for piece in plan.pieces:
-            group = self._layout.group(piece.pool)
-            assert group is not None
-            first = piece.target // group.unit_bytes
-            units.setdefault(piece.pool, set()).update(range(first, first + piece.num_bytes // group.unit_bytes))
-        return units
+        return _Course(landing, tuple(landing.agents[rank] for rank in ranks), Coverage(self._layout, landing))
 
     def _notification(self, landing: Landing, kind: Literal["last", "drained"]) -> Notification:
         return Notification(
@@ -341,17 +304,11 @@ class Writer:
 
     def _last_notification(self, course: _Course, push: _Push) -> Notification:
         """Count what was really written, so that decode compares facts with what it expects."""
-        units = self._units(push.plan)
-        arrived = {g.name: course.written.get(g.name, set()) | units.get(g.name, set()) for g in self._layout.groups}
-        counts = tuple(
-            GroupManifest(g.name, len(arrived[g.name]), len(arrived[g.name]) * g.unit_bytes)
-            for g in self._layout.groups
-        )
         return msgspec.structs.replace(
             self._notification(course.landing, "last"),
             first_token=push.first_token,
             num_tokens=course.landing.num_tokens,
-            manifest=counts,
+            manifest=course.coverage.counts_with(push.plan),
         )
 
     def _bytes_under_way(self, agent: str) -> int:

@@ -137,8 +137,10 @@ def test_a_receiver_dies_and_another_takes_its_name(sender: Any, receiver: Calla
     lost = sender.write(old.agent, WHOLE_POOL, b"to the dead")
     assert await_end(sender, lost) is TransferStatus.FAILED
     assert old.agent in lost.error and "Disconnect" in lost.error
-    with pytest.raises(TransferError, match=old.agent):
+    with pytest.raises(TransferError, match=f"{old.agent} is not connected"):
         sender.notify(old.agent, b"are you there?")
+    with pytest.raises(TransferError, match="its process is gone"):
+        sender.connect(old)
 
     sender.connect(new)
     assert await_end(sender, sender.write(new.agent, WHOLE_POOL, b"again")) is TransferStatus.DONE
@@ -161,7 +163,7 @@ def test_silence_keeps_a_write_pending_and_death_fails_it(sender: Any, receiver:
     with pytest.raises(TransferError, match="not connected"):
         sender.notify(agent, b"x")
     assert await_end(sender, silent, timeout_s=0.1) is TransferStatus.PENDING  # what moves stays visible
-    with pytest.raises(TransferError, match="1 writes to its previous life are under way"):
+    with pytest.raises(TransferError, match="while 1 writes over its previous connection are under way"):
         sender.connect(msgspec.structs.replace(endpoint, metadata=stranger.metadata))
     decode.resume()
     assert await_end(sender, silent) is TransferStatus.DONE
@@ -195,3 +197,20 @@ def test_a_stopped_peer_fails_the_warm_up_within_its_time(sender: Any, receiver:
             for transfer in list(peer.transfers):
                 sender.check(transfer)
     assert not sender._peers
+
+
+def test_a_broken_connection_between_living_peers_is_made_anew() -> None:
+    require_nixl()
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("broken_connection.py"))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    outcome = json.loads(run.stdout.splitlines()[-1])
+    if outcome["lane"] != "cma":
+        pytest.skip(f"needs the cma lane, this machine gives {outcome['lane']}")
+    assert outcome["outcomes"] == ["done", "failed", "refused", "done"]
+    assert outcome["landed"]
