@@ -97,8 +97,9 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     low = _mix_int(_mix_int(seed & _MASK) ^ (position & _MASK))
     high = _mix_int(_mix_int((seed >> 32) & _MASK) ^ low ^ ((position >> 32) & _MASK))
     bits = _mix_int32(_token_hashes(vocab_size, seed.device) ^ _as_int32(low)[:, None], _as_int32(high)[:, None])
-    # 24 bits at the centres of their cells: never 0 or 1, so both logarithms are finite.
-    uniform = ((bits >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
+    # 23 bits at the centres of their cells, exact in float32: never 0 or 1, so both logarithms are finite. With 24
+    # the highest cell would round to 1.
+    uniform = ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 
