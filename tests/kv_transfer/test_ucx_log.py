@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -60,6 +61,29 @@ def test_log_settings_of_the_user_are_left_alone(monkeypatch: pytest.MonkeyPatch
     with log.environment():
         assert dict(os.environ) == before
     assert log.tables("anybody") == []
+
+
+def test_what_stands_in_the_stream_buffer_is_read_and_the_file_stays_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_LOG_LEVEL", "UCX_LOG_FILE", "UCX_PROTO_INFO"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("kv_transfer.ucx_log._is_ucx_loaded", lambda: False)
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    log = UcxLog()
+    with log.environment():
+        path = os.environ["UCX_LOG_FILE"]
+        stream = ctypes.c_void_p(libc.fopen(path.encode(), b"w"))
+    assert "UCX_LOG_FILE" not in os.environ
+    expected = []
+    for lane in ("cma", "tcp"):
+        lines = table("me self cfg#0", WRITE, ("0..inf", "zero-copy", "x/y"))
+        lines += table("me intra-node cfg#1", WRITE, ("0..inf", "zero-copy", f"{lane}/z"))
+        libc.fputs("".join(line + "\n" for line in lines).encode(), stream)
+        expected.append(WriteTable("me", "intra-node", lane))
+        assert log.tables("me") == expected
+        assert os.stat(path).st_blocks == 0
+    libc.fclose(stream)
+    os.close(log._fd)
 
 
 def run_pair(**environment: str) -> subprocess.CompletedProcess[str]:
