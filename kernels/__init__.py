@@ -1,0 +1,17 @@
+"""Operations of DeepSeek-V4, one a file: a plain torch reference and a wrapper that checks shapes.
+
+    quant             blocks of e4m3 and e2m1 with power-of-two scales; Hadamard transform
+    rows              formats of a cache row, and typed views of paged pools
+    ragged            packed batches of any query lengths, and the index arithmetic derived from them
+    norm_rope         RMS norm; rotation of a row's tail
+    gemm              linear layers, block-scaled FP8 ones, grouped ones
+    hyper_connection  residual streams mixed by doubly stochastic matrices
+    compress          gated pooling of 4 or 128 tokens into one entry, with running state
+    indexer           scores and top-k of compressed entries
+    cache_write       scatter into window rings and blocks
+    sparse_attention  shared-KV attention over window and selected entries, with sink
+    moe               routing and experts
+    sampling          penalties, truncation, noise keyed by (seed, position)
+
+Nothing here knows a model, a request or a weight file. Import the modules themselves: this package loads nothing.
+"""

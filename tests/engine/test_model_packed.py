@@ -5,11 +5,12 @@ import torch
 
 from kernels.quant import dequantize_e4m3, quantize_e4m3
 
-LENGTHS = {"tiny": (5, 127, 131, 300), "mx": (7, 130, 300)}
+PROMPTS = [("tiny", n) for n in (5, 127, 131, 300)] + [("mx", n) for n in (7, 130, 300)]
+MORE = [("tiny", n) for n in (1, 64, 128, 129, 256, 257, 701)] + [("geo", n) for n in (9, 130, 700, 2300)]
 
 
 @pytest.mark.parametrize("index", ["fp8", "fp4"])
-@pytest.mark.parametrize(("name", "length"), [(n, length) for n in LENGTHS for length in LENGTHS[n]])
+@pytest.mark.parametrize(("name", "length"), [*PROMPTS, *(pytest.param(*m, marks=pytest.mark.long) for m in MORE)])
 def test_packed_rows_equal_the_reference_with_the_same_rounding(
     oracle, make_pair, harness, rounded_reference, monkeypatch, name, length, index
 ):
