@@ -8,6 +8,7 @@ Traps, all measured with NIXL 1.5.1:
 - a stopped peer keeps a transfer PENDING for ever: deadlines are the caller's;
 - releasing a handle or removing its peer does not stop the bytes, it only makes their state unknowable. So a peer
   that is disconnected is removed from NIXL only after its last transfer has ended, and a handle is released then;
+- a connection is set up by progress on both sides: a word sent before would stay here while the owner is idle;
 - after a failure the connection is unusable even if the peer lives: it is dropped, and `connect` makes a new one;
 - `add_remote_agent` returns bytes; a name can be taken again only after `remove_remote_agent`.
 """
@@ -195,7 +196,10 @@ class NixlTransport:
         return transfer.status
 
     def notify(self, agent: str, message: bytes) -> None:
+        """Send a word. Refused before a first write has ended: until then it would wait here, unnoticed."""
         peer = self._peer(agent)
+        if not peer.has_written:
+            raise TransferError(f"{agent} can't be notified: its connection is not set up; write to it first (warm)")
         try:
             self._agent.send_notif(agent, message)
         except Exception as error:

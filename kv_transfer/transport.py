@@ -63,7 +63,7 @@ class KvTransport(Protocol):
         """Return the state of a write, driving progress. Never raises. The receiver must poll for it to end."""
 
     def notify(self, agent: str, message: bytes) -> None:
-        """Send a word without data. Raises TransferError if the peer is gone."""
+        """Send a word without data. Raises TransferError if the peer is gone, or not written to since `connect`."""
 
     def poll(self) -> list[tuple[str, bytes]]:
         """Drive progress and return (agent, message) of each notification that came in."""

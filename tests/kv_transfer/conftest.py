@@ -18,6 +18,7 @@ from kv_transfer.layout import KVLayout, make_group
 from kv_transfer.local_transport import LocalRegistry, LocalTransport
 from kv_transfer.plan import TransferPlan, plan_push
 from kv_transfer.transport import KvTransport, Transfer, TransferStatus
+from kv_transfer.warm import warm
 
 NUM_BLOCKS, NUM_SLOTS = 24, 4
 PATIENCE_S = 10.0
@@ -92,10 +93,16 @@ class Cluster:
         return self.sides[-1]
 
     def pair(self) -> tuple[Side, Side]:
-        """Return (prefill, decode), prefill connected to decode. Prefill's bytes are random, decode's are 0xEE."""
+        """Return (prefill, decode), prefill linked to decode. Prefill's bytes are random, decode's are 0xEE."""
         prefill, decode = self.side(1), self.side(None)
-        prefill.transport.connect(decode.endpoint)
+        self.link(prefill, decode)
         return prefill, decode
+
+    def link(self, writer: Side, reader: Side) -> None:
+        """Connect and warm as a prefill rank does, through the reader's scratch pool."""
+        writer.transport.connect(reader.endpoint)
+        warm(writer.transport, reader.endpoint.agent, sleep=lambda seconds: reader.poll())
+        reader.pools["scratch"][:] = 0xEE
 
     def settle(self, transfer: Transfer, writer: Side, *readers: Side) -> TransferStatus:
         """Drive both sides until the write has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from kv_transfer.plan import Piece, TransferPlan
 from kv_transfer.transport import TransferError, TransferStatus
 from kv_transfer.warm import warm
 
-from .conftest import Cluster, assert_same_bytes, expected_after, scattered_plan
+from .conftest import PATIENCE_S, Cluster, assert_same_bytes, expected_after, scattered_plan
 
 SCRATCH_WRITE = TransferPlan((Piece("scratch", 0, 0, 4096),))
 
@@ -182,15 +184,30 @@ def test_nothing_works_before_pools_are_registered(cluster: Cluster) -> None:
 
 
 def test_the_first_write_warms_the_lane_and_takes_no_notification(cluster: Cluster) -> None:
-    prefill, decode = cluster.pair()
+    prefill, decode = cluster.side(1), cluster.side(None)
     agent = decode.endpoint.agent
-    decode.transport.connect(prefill.endpoint)
+    cluster.link(decode, prefill)
+    prefill.transport.connect(decode.endpoint)
     decode.transport.notify(prefill.endpoint.agent, b"for prefill")
     assert prefill.transport.lane(agent) == "unknown"
     warmth = warm(prefill.transport, agent, sleep=lambda seconds: decode.poll())
     assert warmth.lane == prefill.transport.lane(agent) != "unknown"
     assert 0 < warmth.microseconds < 10e6
     assert cluster.await_messages(prefill, 1) == [b"for prefill"]
+
+
+def test_a_word_before_the_connection_is_set_up_is_refused_not_lost(nixl_cluster: Cluster) -> None:
+    prefill, decode = nixl_cluster.side(1), nixl_cluster.side(None)
+    agent = decode.endpoint.agent
+    prefill.transport.connect(decode.endpoint)
+    with pytest.raises(TransferError, match="write to it first"):
+        prefill.transport.notify(agent, b"lost")
+    nixl_cluster.link(prefill, decode)
+    prefill.transport.notify(agent, b"word")
+    until = time.monotonic() + PATIENCE_S
+    while not decode.notifications and time.monotonic() < until:  # the sender makes no progress any more
+        decode.poll()
+    assert decode.messages == [b"word"]
 
 
 def changed(endpoint: Endpoint, **fields: object) -> Endpoint:
