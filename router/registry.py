@@ -287,7 +287,7 @@ class Registry:
                         pair.linked = generations
                     await self._warm_up(pair)
                 except WorkerError as error:
-                    if pair.reason != error.message:
+                    if pair.reason != error.message and error.code != "not_ready":
                         log.warning("pair %s -> %s: %s", pair.prefill.url, pair.decode.url, error.message)
                     pair.reason = error.message
                     if error.code not in ("no_capacity", "not_ready"):

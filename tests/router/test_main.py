@@ -56,7 +56,7 @@ def test_a_signal_ends_the_process_with_status_zero_and_no_traceback(tmp_path, n
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0
+    assert process.returncode == 0, error.decode()
     assert b"Traceback" not in error
 
 
