@@ -97,7 +97,7 @@ class _Cluster:
             self._start()
             self._await_ready()
             self._watch()
-        except Stopped:
+        except (Stopped, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
             pass
         except (ClusterFailed, StartFailed) as error:
             self._progress.problem(str(error))

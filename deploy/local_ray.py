@@ -28,6 +28,8 @@ _ENVIRONMENT = {
     # we choose GPUs by NUMA node; Ray would hide them from an actor that asks it for none
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # by pipe, Ray's agents outlive a killed raylet by a minute; by process id, by seconds
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
     # a head that is gone for a minute is no reason to end every process
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
@@ -38,6 +40,8 @@ _PRIVATE = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
 }
+# UCX, which carries the cache, would listen on every network card of the host as well
+_LOOPBACK_ONLY = ("UCX_NET_DEVICES", "lo")
 
 
 def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, str], address: str = "") -> None:
@@ -52,6 +56,7 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         environ.pop("RAY_AUTH_TOKEN_PATH", None)
         environ.pop("RAY_ADDRESS", None)
+        environ.setdefault(*_LOOPBACK_ONLY)
     import ray
 
     common: dict[str, Any] = {

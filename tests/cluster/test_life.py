@@ -1,0 +1,75 @@
+"""A cluster from start to end as `make serve` runs it: chat, a death, Ctrl-C, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import openai
+import psutil
+
+from deploy import preflight, state
+
+
+def say_hello(url: str) -> str:
+    """One streamed chat answer through the official client; returns how it finished."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="dsv4-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=8, stream=True
+        )
+        chunks = [chunk for chunk in stream if chunk.choices]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    return str(chunks[-1].choices[0].finish_reason)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_built_in_cluster_serves_survives_a_death_and_leaves_nothing(launch) -> None:
+    shared_before = shared_memory()
+    cluster = launch()
+    cluster.await_ready()
+    assert say_hello(cluster.url) in ("length", "stop")
+
+    before = cluster.workers()["prefill-0"]
+    os.kill(before["ranks"][0]["pid"], signal.SIGKILL)
+    cluster.await_true(lambda: cluster.workers()["prefill-0"]["generation"] != before["generation"], timeout_s=30)
+    cluster.await_ready()
+    assert cluster.workers()["prefill-0"]["url"] == before["url"]
+    assert say_hello(cluster.url) in ("length", "stop")
+
+    (written,) = state.running(cluster.environ)
+    family = cluster.family()
+    assert cluster.stop(signal.SIGINT) == 0
+    psutil.wait_procs(family, timeout=5)
+    assert alive(family) == []
+    assert not Path(written.run_dir).exists()
+    assert state.running(cluster.environ) == []
+    assert shared_memory() <= shared_before
+    preflight.require_free_port("127.0.0.1", cluster.port)
+
+
+def test_rank_that_can_not_start_ends_the_cluster_with_its_reason(launch, oracle_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((oracle_model / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes((oracle_model / "model.safetensors").read_bytes()[:100_000])
+    cluster = launch("--model", str(broken))
+    assert cluster.process.wait(60) == 1
+    assert "failed at start" in cluster.output
+    assert "model.safetensors" in cluster.output
+
+
+def test_down_stops_a_cluster_that_is_still_starting(launch, oracle_model: Path) -> None:
+    cluster = launch("--model", str(oracle_model))
+    cluster.await_true(lambda: bool(state.running(cluster.environ)), timeout_s=30)
+    family = cluster.family()
+    stopped = cluster.run_command("down", "--port", str(cluster.port))
+    assert (stopped.returncode, cluster.process.wait(30)) == (0, 0)
+    assert alive(family) == []
