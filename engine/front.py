@@ -44,10 +44,15 @@ class Front:
         *,
         generation: int,
         limits: protocol.Limits,
-        fingerprints: protocol.Fingerprints,
+        model_fingerprint: str,
+        layout_fingerprint: str,
         stats: Callable[[], Awaitable[WorkerStats]],
     ) -> None:
-        self.config, self.generation, self.limits, self.fingerprints = config, generation, limits, fingerprints
+        self.config, self.generation, self.limits = config, generation, limits
+        self._model_fingerprint = model_fingerprint
+        # Arithmetic and rotation of index keys change what the cache means, as other weights would.
+        numerics = f"{config.dtype}{'-hadamard' if config.uses_hadamard else ''}"
+        self.fingerprints = protocol.Fingerprints(model=f"{model_fingerprint}-{numerics}", layout=layout_fingerprint)
         self.url = ""
         self.state: WorkerState = "starting"
         self.reason = ""
@@ -91,11 +96,11 @@ class Front:
 
     def _become_ready(self, ranks: list[messages.RankReady]) -> None:
         self._ranks = ranks
-        wrong = [r for r in ranks if r.model_fingerprint != self.fingerprints.model]
+        wrong = [r for r in ranks if r.model_fingerprint != self._model_fingerprint]
         if wrong:
             self._become_failed(
                 f"rank {wrong[0].rank} loaded model {wrong[0].model_fingerprint}, the leader read "
-                f"{self.fingerprints.model}: the folder changed while starting; start again"
+                f"{self._model_fingerprint}: the folder changed while starting; start again"
             )
         else:
             self.set_state("ready")

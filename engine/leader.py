@@ -103,7 +103,8 @@ class _Leader:
                 num_blocks=plan.num_blocks,
                 vocab_size=model.vocab_size,
             ),
-            fingerprints=protocol.Fingerprints(model=model_fingerprint(config.model), layout=plan.layout.fingerprint()),
+            model_fingerprint=model_fingerprint(config.model),
+            layout_fingerprint=plan.layout.fingerprint(),
             stats=lambda: asyncio.wrap_future(loop.call(lambda worker: worker.stats())),
         )
         loop: EngineLoop[Any] = EngineLoop(end, front)

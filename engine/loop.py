@@ -12,6 +12,8 @@ import collections
 import concurrent.futures
 import contextlib
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -23,6 +25,8 @@ from router.protocol import SequenceOutput, WorkerState, WorkerStats
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+STOPPED_AFTER_S = 3.0
+"""A rank whose pulse has not moved for so long is stopped (or its machine is); it is killed, never waited for."""
 
 
 class Worker(Protocol):
@@ -83,6 +87,7 @@ class EngineLoop(Generic[W]):
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._ready: dict[int, messages.RankReady] = {}
         self._pids: dict[int, int] = {}
+        self._pulses: dict[int, tuple[int, float]] = {}
         self._step: messages.StepPlan | None = None
         self._results: dict[int, messages.StepResult] = {}
         self._stopping = self._has_ended = False
@@ -148,11 +153,26 @@ class EngineLoop(Generic[W]):
 
     def _wait(self) -> None:
         ended = self._waiter.wait(_TICK_S)
-        self.worker.tick(self._clock())
+        now = self._clock()
+        self.worker.tick(now)
+        self._feel_pulses(now)
         if ended and not self._stopping:
             self._listen()  # a last word may say why
             names = ", ".join(f"rank {self._pids[pid]} (pid {pid})" for pid in ended)
             raise PeerGone(f"{names} ended")
+
+    def _feel_pulses(self, now: float) -> None:
+        """Kill a rank that has stopped: its death is then noticed, and told, like any other."""
+        for rank, ready in self._ready.items():
+            pulse = self._end.channels[rank].peer_pulse
+            known, since = self._pulses.get(rank, (-1, now))
+            if pulse != known:
+                self._pulses[rank] = (pulse, now)
+            elif now - since > STOPPED_AFTER_S:
+                log.error("rank %d (pid %d) has not moved for %.1f s: killed", rank, ready.pid, now - since)
+                self._pulses[rank] = (pulse, now)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(ready.pid, signal.SIGKILL)
 
     def _run_calls(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may take the last one

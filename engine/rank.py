@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ _ATTACH_TIMEOUT_S = 60.0
 _BUSY_PUMP_S = 0.002
 _IDLE_PUMP_S = 0.02
 _PATIENCE_S = 3600.0
+_PULSE_S = 0.5
 
 
 def run_rank(config: EngineConfig, run_dir: Path, rank: int) -> None:
@@ -71,6 +73,7 @@ class RankProcess:
         self._channel.send(messages.encode(message))
 
     def run(self) -> None:
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
         self._load()
         while not self._is_done:
             received = self._channel.receive()
@@ -83,6 +86,12 @@ class RankProcess:
             self._transfers.stop()
         elif self._transport is not None:
             self._transport.close()
+
+    def _beat(self) -> None:
+        """Show the leader that this process runs: a long step must not look like a stopped one."""
+        while True:
+            self._channel.beat()
+            time.sleep(_PULSE_S)
 
     # ------------------------------------------------------------ start
 

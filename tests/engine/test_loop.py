@@ -1,11 +1,13 @@
-"""EngineLoop with a rank in another process: steps go round, calls are answered, a dead rank fails everything at once."""
+"""EngineLoop with a rank in another process: steps go round, calls are answered, a dead rank fails all at once."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import queue
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 
@@ -21,6 +23,13 @@ def _rank(address: dict[str, object], die_at: int) -> None:
     channel, bell = open_rank_end(address, 0)
     waiter = Waiter(bell)
     waiter.watch(address["pid"])  # type: ignore[arg-type]
+
+    def beat() -> None:
+        while True:
+            channel.beat()
+            time.sleep(0.05)
+
+    threading.Thread(target=beat, daemon=True).start()
     channel.send(messages.encode(messages.RankProgress(rank=0, state="loading", detail="half")))
     binding = NumaBinding(status="unverified", node=-1, cpus="0")
     channel.send(
@@ -151,6 +160,17 @@ def test_dead_rank_fails_the_worker_and_later_calls_are_still_answered(running: 
     running.thread.join(10)
     assert not running.thread.is_alive()
     assert running.loop.call(lambda worker: worker.aborted).result(0) == running.worker.aborted
+
+
+@pytest.mark.parametrize("running", [((0,), {})], indirect=True)
+def test_stopped_rank_is_killed_and_fails_the_worker(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop.STOPPED_AFTER_S", 0.5)
+    assert [running.ears.next()[0] for _ in range(2)] == ["progress", "ready"]
+    os.kill(running.rank.pid or 0, signal.SIGSTOP)
+    kind, reason = running.ears.next()
+    assert kind == "failed" and "rank 0" in str(reason)
+    running.rank.join(10)
+    assert running.rank.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("running", [((0,), {})], indirect=True)
