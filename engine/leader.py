@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ from router import protocol
 log = logging.getLogger(__name__)
 
 _ORPHAN_S = 15.0  # a router that has not come back by then has forgotten its requests
+_PR_SET_PDEATHSIG = 1
 _FAILED_LINGER_S = 1.0  # a failed leader stays long enough for the router to read why
 
 
@@ -170,7 +172,9 @@ class _Leader:
         (self._run_dir / "config.json").write_bytes(msgspec.json.encode(self._config))
         for rank in range(self._config.ranks):
             child = subprocess.Popen(
-                [sys.executable, "-m", "engine.rank", str(self._run_dir), str(rank)], start_new_session=True
+                [sys.executable, "-m", "engine.rank", str(self._run_dir), str(rank)],
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
             self._children.append(child)
             loop.watch(child.pid, rank)
@@ -203,6 +207,11 @@ class _Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets or [self._listener])
+
+
+def _die_with_parent() -> None:
+    """In the child: be killed when the leader ends, even if stopped, so that nothing is written after its death."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(host: str, port: int) -> socket.socket:

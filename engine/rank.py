@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -63,6 +64,7 @@ class RankProcess:
         self._channel, bell = open_rank_end(address.rings, rank)
         self._waiter = Waiter(bell)
         self._waiter.watch(address.pid)
+        self._leader_pidfd = os.pidfd_open(address.pid)
         self._open_landings = 0
         self._is_done = False
         self._runner: ModelRunner
@@ -88,10 +90,15 @@ class RankProcess:
             self._transport.close()
 
     def _beat(self) -> None:
-        """Show the leader that this process runs: a long step must not look like a stopped one."""
-        while True:
+        """Show the leader that this process runs, and end at once when the leader has: a long step must not look like a
+        stopped process, and writes of a group without a leader must not go on behind everybody's back.
+        """
+        watch = select.poll()
+        watch.register(self._leader_pidfd, select.POLLIN)
+        while not watch.poll(_PULSE_S * 1000):
             self._channel.beat()
-            time.sleep(_PULSE_S)
+        if not self._is_done:
+            os._exit(1)
 
     # ------------------------------------------------------------ start
 
