@@ -91,7 +91,8 @@ async def serve(router: Router, listener: socket.socket) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; raises OSError if the address can't be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, or asyncio leaves Nagle's algorithm on and every small write waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

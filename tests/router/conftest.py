@@ -44,6 +44,15 @@ def next_token(tokens: list[int]) -> int:
     return 300 + (sum((i + 1) * t for i, t in enumerate(tokens)) * 2654435761 >> 7) % 900
 
 
+def listen(port: int = 0) -> socket.socket:
+    """A listening socket whose connections asyncio takes for TCP, so that it sends small writes at once."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen()
+    return listener
+
+
 class Refusal(Exception):
     def __init__(self, code: protocol.ErrorCode, message: str = "as the test says") -> None:
         super().__init__(message)
@@ -86,7 +95,7 @@ class FakeWorker:
         self.frames: list[bytes] = []
         self.news = asyncio.Event()
         self.is_mute = False
-        self._socket = socket.create_server(("127.0.0.1", port))
+        self._socket = listen(port)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -540,7 +549,7 @@ class FakeCluster:
             **defaults | self._config,
         )
         self.router = Router(config, tokenizer=self._tokenizer)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen()
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         server = uvicorn.Server(uvicorn.Config(self.router.app, log_level="warning", access_log=False, lifespan="on"))

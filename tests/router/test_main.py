@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.__main__ import main
+from router.__main__ import _listen, main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,6 +30,12 @@ def test_a_taken_port_is_said(tmp_path, capsys):
     error = capsys.readouterr().err
     assert f"127.0.0.1:{port}" in error
     assert "--port" in error
+
+
+def test_connections_send_small_writes_at_once():
+    """asyncio switches Nagle's algorithm off only for sockets that name their protocol."""
+    with _listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
