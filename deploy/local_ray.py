@@ -28,8 +28,6 @@ _ENVIRONMENT = {
     # we choose GPUs by NUMA node; Ray would hide them from an actor that asks it for none
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # by pipe, Ray's agents outlive a killed raylet by a minute; by process id, by seconds
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
     # a head that is gone for a minute is no reason to end every process
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }

@@ -6,6 +6,8 @@ $XDG_STATE_HOME/isthmus/<port>/logs/            of the last start; kept when the
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +68,16 @@ def running(environ: Mapping[str, str]) -> list[ClusterState]:
         if state.process is not None:
             found.append(state)
         else:
+            _end_users_of(state.run_dir)
             shutil.rmtree(state.run_dir, ignore_errors=True)
             path.unlink(missing_ok=True)
     return found
+
+
+def _end_users_of(run_dir: str) -> None:
+    """Kill processes with a file open below `run_dir`: Ray's agents outlive a killed raylet by a minute."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            links = (os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir())
+            if any(link.startswith(run_dir + "/") for link in links):
+                process.kill()

@@ -66,6 +66,19 @@ def test_rank_that_can_not_start_ends_the_cluster_with_its_reason(launch, oracle
     assert "model.safetensors" in cluster.output
 
 
+def test_what_a_killed_cluster_leaves_is_cleared_by_the_next_command(launch, oracle_model: Path) -> None:
+    cluster = launch("--model", str(oracle_model))
+    cluster.await_ready()
+    (written,) = state.running(cluster.environ)
+    family = cluster.family()
+    cluster.stop(signal.SIGKILL)
+    assert cluster.run_command("status").stdout.strip() == "no cluster is running"
+    psutil.wait_procs(family, timeout=5)
+    assert alive(family) == []
+    assert not Path(written.run_dir).exists()
+    preflight.require_free_port("127.0.0.1", cluster.port)
+
+
 def test_down_stops_a_cluster_that_is_still_starting(launch, oracle_model: Path) -> None:
     cluster = launch("--model", str(oracle_model))
     cluster.await_true(lambda: bool(state.running(cluster.environ)), timeout_s=30)
