@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan
 from engine.plan import Arrived, LeaderMessage, PumpHint, RankMessage, RankReady, StepPlan, StepResult
 from engine.scheduler import Progress, Scheduler
+from engine.seams import Seams
 from engine.sequence import Sequence
 from kv_transfer.landing import Landing, decode_endpoint, decode_notification
 from router.protocol import (
@@ -50,6 +51,7 @@ class DecodeWorker:
     ) -> None:
         self._config, self._plan, self._vocab_size = config, plan, vocab_size
         self._send, self._clock = send, clock
+        self.seams = Seams()
         self._blocks = BlockAllocator(plan.num_blocks)
         self._slots = SlotAllocator(plan.num_slots)
         self.landings = LandingTable(
@@ -79,6 +81,8 @@ class DecodeWorker:
     def reserve(self, request: ReserveRequest) -> Landing:
         """Return a landing, or raise InvalidRequest or NoCapacity."""
         tokens, limit = request.prompt_token_ids, self._plan.max_model_len
+        if request.sampling.forced_token_ids and not self._config.test_seams:
+            raise errors.InvalidRequest("forced_token_ids: test seams are closed here (test_seams)")
         if not 1 <= len(tokens) < limit:
             raise errors.InvalidRequest(f"prompt_token_ids: {len(tokens)} tokens; must be 1 to {limit - 1}")
         if not all(0 <= t < self._vocab_size for t in tokens):
@@ -111,6 +115,7 @@ class DecodeWorker:
 
     def on_ready(self, ranks: list[RankReady]) -> None:
         """Learn the agents that every landing names."""
+        self.seams.rank_pid = ranks[0].pid
         self.landings.agents = tuple(decode_endpoint(rank.endpoint).agent for rank in ranks)
 
     def schedule(self) -> StepPlan | None:
@@ -192,7 +197,11 @@ class DecodeWorker:
         )
         self._next_seq += 1
         self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        self.seams.at("kv_notified_before_first_token", request.request_id, lambda: self._join(sequence))
+
+    def _join(self, sequence: Sequence) -> None:
+        if self._sequences.get(sequence.request_id) is sequence:
+            self._scheduler.add(sequence)
 
     def _advance(self, progress: Progress) -> None:
         sequence = progress.sequence
@@ -215,6 +224,19 @@ class DecodeWorker:
         if progress.error or progress.finish_reason:
             del self._sequences[sequence.request_id]
             self._release(sequence)
+            return
+        self._scheduler.park(sequence)
+        self.seams.at(
+            "decode_step",
+            sequence.request_id,
+            lambda: self._scheduler.unpark(sequence),
+            n=len(sequence.token_ids) - 1 - sequence.num_given,
+            fail=lambda reason: self._fail(sequence, reason),
+        )
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        self._say_error(sequence.request_id, errors.RequestError(f"decode failed: {reason}"))
+        self.abort(AbortRequest(request_id=sequence.request_id))
 
     def _release(self, sequence: Sequence) -> None:
         self._blocks.release(sequence.block_ids, unused_promise=sequence.promised)

@@ -30,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: of a rank's arithmetic on the CPU; more only pays for models much larger than the tiny one.
     transfer_timeout_s: what one write may take at least; large ones get more, by measured bandwidth.
     pool_poison: fill every pool with NaN at start (tests).
+    test_seams: open /seams, through which tests hold and strike requests; never in production.
     """
 
     model: str
@@ -60,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer_timeout_s: float = 3.0
     drain_timeout_s: float = 30.0
     pool_poison: bool = False
+    test_seams: bool = False
 
     @property
     def uses_hadamard(self) -> bool:

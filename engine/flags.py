@@ -65,6 +65,7 @@ FIELDS = (
     Field("block_size", _MEMORY, "tokens of a cache block, a multiple of every compression ratio", ("--page-size",), 1),
     Field("num_blocks", _MEMORY, "blocks of the pool; 0: as many as fit into kv_cache_memory_gib"),
     Field("kv_cache_memory_gib", _MEMORY, "GiB of each rank's memory that the cache may take"),
+    Field("test_seams", _NET, "let tests hold requests and kill workers over HTTP: never in production"),
     Field("pool_poison", _MEMORY, "fill pools with NaN at start, to prove that nothing unwritten is read"),
     Field(
         "max_num_batched_tokens",

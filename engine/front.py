@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +23,8 @@ from starlette.routing import Route
 from engine import plan as messages
 from engine.config import EngineConfig
 from engine.errors import Draining, InvalidRequest, NotReady, RequestError, WorkerLost
+from engine.loop import EngineLoop
+from engine.seams import Fault
 from router import protocol
 from router.protocol import SequenceOutput, WorkerState, WorkerStats
 
@@ -250,3 +252,29 @@ def command(path: str, kind: type[M], handler: Callable[[M, Request], Awaitable[
             return error_response(e)
 
     return Route(path, respond, methods=["POST"])
+
+
+def seam_routes(loop: EngineLoop[Any]) -> list[Route]:
+    """Return the routes of engine.seams: POST /seams (a Fault, JSON), GET /seams, POST /seams/release."""
+
+    async def arm(request: Request) -> Response:
+        try:
+            fault = msgspec.json.decode(await request.body(), type=Fault)
+        except msgspec.MsgspecError as e:
+            return Response(f"/seams: {e}", status_code=400)
+        await asyncio.wrap_future(loop.call(lambda worker: worker.seams.arm(fault)))
+        return Response(status_code=204)
+
+    async def reached(_: Request) -> Response:
+        what = await asyncio.wrap_future(loop.call(lambda worker: worker.seams.reached()))
+        return Response(msgspec.json.encode(what), media_type="application/json")
+
+    async def release(_: Request) -> Response:
+        count = await asyncio.wrap_future(loop.call(lambda worker: worker.seams.release()))
+        return Response(msgspec.json.encode(count), media_type="application/json")
+
+    return [
+        Route("/seams", arm, methods=["POST"]),
+        Route("/seams", reached),
+        Route("/seams/release", release, methods=["POST"]),
+    ]

@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from engine import numa
 from engine.config import EngineConfig
-from engine.front import Front, command
+from engine.front import Front, command, seam_routes
 from engine.loop import EngineLoop
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import DeepSeekV4Config, load_config, model_fingerprint
@@ -114,6 +114,9 @@ class _Leader:
         front.url = f"http://{config.host}:{listener.getsockname()[1]}"
         routes = self._build(LeaderContext(config, plan=plan, model=model, loop=loop, front=front))
         routes.append(command("/drain", protocol.Ack, self._drain))
+        if config.test_seams:
+            log.warning("test seams are open: anybody who reaches this port can hold requests and kill this group")
+            routes += seam_routes(loop)
         thread = threading.Thread(target=loop.run, name="engine-loop", daemon=True)
         thread.start()
         server = _Server(front, routes, listener)

@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 from engine import plan as messages
 from engine.ring import LeaderEnd, PeerGone, Waiter
+from engine.seams import Seams
 from router.protocol import SequenceOutput, WorkerState, WorkerStats
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ STOPPED_AFTER_S = 3.0
 
 class Worker(Protocol):
     """What a role (prefill, decode) adds to the loop. Called on the loop's thread only."""
+
+    seams: Seams
 
     def on_ready(self, ranks: list[messages.RankReady]) -> None:
         """Every rank can take plans; called once, before anything is scheduled."""

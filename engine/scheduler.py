@@ -50,6 +50,7 @@ class Scheduler:
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[int, Sequence] = {}
+        self._parked: set[int] = set()
         self._ends: list[int] = []
         self._number = 0
         self._under_way: set[int] = set()
@@ -74,13 +75,21 @@ class Scheduler:
             return False
         if sequence.seq in self.running:
             self.remove(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
         return True
+
+    def park(self, sequence: Sequence) -> None:
+        """Leave a running sequence out of the next steps."""
+        self._parked.add(sequence.seq)
+
+    def unpark(self, sequence: Sequence) -> None:
+        self._parked.discard(sequence.seq)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a running sequence that no step has under way."""
         del self.running[sequence.seq]
+        self._parked.discard(sequence.seq)
         self._ends.append(sequence.seq)
 
     def schedule(self) -> StepPlan | None:
@@ -90,6 +99,8 @@ class Scheduler:
         for sequence in self.running.values():
             if budget == 0:
                 break
+            if sequence.seq in self._parked:
+                continue
             steps.append(self._step(sequence, budget))
             budget -= len(steps[-1].token_ids)
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
@@ -124,6 +135,9 @@ class Scheduler:
         sequence.num_computed += len(step.token_ids)
         if token_id is None:
             return Progress(sequence)
+        forced = sequence.sampling.forced_token_ids
+        if sequence.num_outputs < len(forced):
+            token_id = forced[sequence.num_outputs]
         reason = sequence.append(token_id, eos_token_ids=self._eos_token_ids, max_model_len=self._max_model_len)
         if reason is not None:
             self.remove(sequence)

@@ -24,18 +24,21 @@ from engine.plan import (
     LeaderMessage,
     PeerLinked,
     PushDone,
+    PushPlan,
     RankMessage,
     RankReady,
     StepPlan,
     StepResult,
 )
 from engine.scheduler import Progress, Scheduler
+from engine.seams import Point, Seams
 from engine.sequence import Sequence
 from kv_transfer.landing import Landing, decode_endpoint, decode_landing
 from prefill_worker.pushes import Push, PushTable
 from router.protocol import (
     AbortReply,
     AbortRequest,
+    FinishReason,
     LinkReply,
     LinkRequest,
     PrefillRequest,
@@ -63,6 +66,8 @@ class _Prefill:
     accepted_at: float
     deadline: float
     started_at: float | None = None
+    num_chunks: int = 0
+    num_pushes: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -89,6 +94,7 @@ class PrefillWorker:
         """send: to every rank.   say_drained: tell decode's leader over HTTP, when no notification gets through."""
         self._config, self._plan, self._vocab_size = config, plan, vocab_size
         self._send, self._say_drained, self._clock = send, say_drained, clock
+        self.seams = Seams()
         self._blocks = BlockAllocator(plan.num_blocks)
         self._slots = SlotAllocator(plan.num_slots)
         self._scheduler = Scheduler(
@@ -139,8 +145,9 @@ class PrefillWorker:
         self._next_seq += 1
         self._held.add(sequence.seq)
         push = self._pushes.open(sequence, landing) if landing is not None else None
-        self._requests[request.request_id] = _Prefill(sequence, push, on_result, now, now + request.timeout_s)
-        self._scheduler.add(sequence)
+        prefill = _Prefill(sequence, push, on_result, now, now + request.timeout_s)
+        self._requests[request.request_id] = prefill
+        self._at("prefill_queued", prefill, lambda: self._scheduler.add(sequence))
 
     def abort(self, request: AbortRequest) -> AbortReply:
         """End a request; see AbortRequest. The landing's drained word follows if writes may be under way."""
@@ -173,7 +180,7 @@ class PrefillWorker:
     # ------------------------------------------------------------ the loop's side
 
     def on_ready(self, ranks: list[RankReady]) -> None:
-        """Nothing to learn from prefill ranks: they are the ones that connect."""
+        self.seams.rank_pid = ranks[0].pid
 
     def schedule(self) -> StepPlan | None:
         plan = self._scheduler.schedule()
@@ -251,6 +258,8 @@ class PrefillWorker:
 
     def _check(self, request: PrefillRequest) -> Landing | None:
         tokens, limit = request.prompt_token_ids, self._plan.max_model_len
+        if request.sampling.forced_token_ids and not self._config.test_seams:
+            raise errors.InvalidRequest("forced_token_ids: test seams are closed here (test_seams)")
         most = limit if request.landing is None else limit - 1
         if not 1 <= len(tokens) <= most:
             raise errors.InvalidRequest(f"prompt_token_ids: {len(tokens)} tokens; must be 1 to {most}")
@@ -282,34 +291,60 @@ class PrefillWorker:
             self._answer(prefill, errors.RequestError(f"prefill failed: {progress.error}"))
             self._stop_pushing(prefill)
         elif progress.token_id is None:
-            plan = self._pushes.computed(prefill.push) if prefill.push else None
-            if plan is not None:
-                self._send(plan)
+            self._push_computed(prefill)
+            prefill.num_chunks += 1
+            self._scheduler.park(sequence)
+            self._at("prefill_mid", prefill, lambda: self._scheduler.unpark(sequence), n=prefill.num_chunks)
         else:
             self._finish(prefill, progress)
 
+    def _push_computed(self, prefill: _Prefill) -> None:
+        plan = self._pushes.computed(prefill.push) if prefill.push else None
+        if plan is not None:
+            prefill.num_pushes += 1
+            self._at("kv_mid", prefill, lambda: self._send_push(prefill, plan), n=prefill.num_pushes)
+
+    def _send_push(self, prefill: _Prefill, plan: PushPlan) -> None:
+        if prefill.push is not None and not prefill.push.is_cancelled:
+            self._send(plan)
+
+    def _at(self, point: Point, prefill: _Prefill, go_on: Callable[[], None], *, n: int = 0) -> None:
+        """Go on, unless a test holds the request here and it is gone by the time it is let go."""
+        request_id = prefill.sequence.request_id
+
+        def still() -> None:
+            if self._requests.get(request_id) is prefill:
+                go_on()
+
+        self.seams.at(point, request_id, still, n=n)
+
     def _finish(self, prefill: _Prefill, progress: Progress) -> None:
         assert progress.token_id is not None
-        now, push = self._clock(), prefill.push
+        token_id, reason = progress.token_id, progress.finish_reason
         self._num_output_tokens += 1
+        if reason is None:
+            self._scheduler.remove(prefill.sequence)
+        if prefill.push is None:
+            reason = reason or "length"
+        self._at("prefill_done_untold", prefill, lambda: self._conclude(prefill, token_id, reason))
+
+    def _conclude(self, prefill: _Prefill, token_id: int, reason: FinishReason | None) -> None:
+        now, push = self._clock(), prefill.push
         started = prefill.started_at or now
-        is_over = progress.finish_reason is not None or push is None
         result = PrefillResult(
             request_id=prefill.sequence.request_id,
-            token_id=progress.token_id,
-            finish_reason=progress.finish_reason or ("length" if push is None else None),
-            handed_over=push is not None and (push.has_started or not is_over),
+            token_id=token_id,
+            finish_reason=reason,
+            handed_over=push is not None and (push.has_started or reason is None),
             queue_s=started - prefill.accepted_at,
             compute_s=now - started,
         )
-        if progress.finish_reason is None:
-            self._scheduler.remove(prefill.sequence)
         self._answer(prefill, result)
-        if is_over:
+        if push is None or reason is not None:
             self._stop_pushing(prefill)
-        else:
-            assert push is not None
-            self._send(self._pushes.finish(push, progress.token_id))
+            return
+        last = self._pushes.finish(push, token_id)
+        self.seams.at("kv_done_unnotified", result.request_id, lambda: self._send_push(prefill, last))
 
     def _answer(self, prefill: _Prefill, result: PrefillResult | errors.RequestError) -> None:
         del self._requests[prefill.sequence.request_id]

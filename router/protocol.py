@@ -60,6 +60,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
 
     temperature 0 is greedy. top_k 0 is off. `seed` is always set: the router draws one if the client did not.
     Noise depends on (seed, position) alone, so a resumed request goes on with the same samples.
+    forced_token_ids: a test seam: the first outputs, whatever was sampled; workers refuse it unless seams are open.
     """
 
     max_tokens: int
@@ -75,6 +76,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    forced_token_ids: tuple[int, ...] = ()
 
 
 class ErrorBody(Message, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ import pytest
 from engine import plan as messages
 from engine.loop import EngineLoop
 from engine.ring import LeaderEnd, Waiter, open_rank_end
+from engine.seams import Seams
 from router.protocol import NumaBinding, SequenceOutput, WorkerState, WorkerStats
 
 
@@ -58,7 +59,7 @@ class CountingWorker:
 
     def __init__(self, left: int) -> None:
         self.left, self.tokens, self.outputs = left, [0], list[SequenceOutput]()
-        self.aborted = ""
+        self.aborted, self.seams = "", Seams()
 
     def on_ready(self, ranks: list[messages.RankReady]) -> None: ...
 
