@@ -17,20 +17,16 @@ from engine.numa import NumaTopology, format_cpu_list, parse_cpu_list
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """config: with `threads` filled in, and `cpus` if the group is pinned.
-
-    gpus: CUDA indices in PCI order, one per rank; () on CPU. threads: of each rank's arithmetic.
-    """
+    """config: with `cpus` filled in if the group is pinned.   gpus: CUDA indices in PCI order, one a rank; () on CPU."""
 
     config: EngineConfig
     gpus: tuple[int, ...]
-    threads: int
     is_simulated: bool
 
     @property
     def environment(self) -> dict[str, str]:
         """Return what a rank's process must find before it loads torch."""
-        variables = {"OMP_NUM_THREADS": str(self.threads)}
+        variables = {"OMP_NUM_THREADS": str(self.config.threads)}
         if self.gpus:
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
@@ -43,7 +39,8 @@ class Placement:
         else:
             where = f"NUMA node {config.numa_node}, CPUs {config.cpus}" + (" (simulated)" if self.is_simulated else "")
         gpus = f", GPUs {format_cpu_list(self.gpus)}" if self.gpus else ""
-        return f"{where}{gpus}, {self.threads} threads a rank"
+        threads = "" if config.threads == 1 else f", {config.threads} threads a rank"
+        return f"{where}{gpus}{threads}"
 
 
 def place(groups: tuple[EngineConfig, ...], topology: NumaTopology) -> tuple[Placement, ...]:
@@ -56,13 +53,10 @@ def place(groups: tuple[EngineConfig, ...], topology: NumaTopology) -> tuple[Pla
         gpus: tuple[int, ...] = ()
         if group.device.startswith("cuda"):
             gpus = _take_gpus(group, topology, free_gpus)
-        num_cpus = len(cpus) or len(all_cpus)
-        threads = group.threads or max(1, num_cpus // group.ranks)
         placements.append(
             Placement(
-                config=msgspec.structs.replace(group, cpus=format_cpu_list(cpus), threads=threads),
+                config=msgspec.structs.replace(group, cpus=format_cpu_list(cpus)),
                 gpus=gpus,
-                threads=threads,
                 is_simulated=bool(cpus) and topology.is_single,
             )
         )
