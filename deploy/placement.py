@@ -17,7 +17,7 @@ from engine.numa import NumaTopology, format_cpu_list, parse_cpu_list
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """config: with `cpus` filled in if the group is pinned.   gpus: CUDA indices in PCI order, one a rank; () on CPU."""
+    """config: with `cpus` filled in if the group is pinned.   gpus: CUDA indices in PCI order; () on CPU."""
 
     config: EngineConfig
     gpus: tuple[int, ...]
