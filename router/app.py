@@ -60,6 +60,10 @@ class Router:
             running=lambda: len(self.dispatcher.records) - self.dispatcher.num_queued,
             waiting=lambda: self.dispatcher.num_queued,
         )
+        if config.test_seams:
+            log.warning("test seams are open: anybody who reaches this port can hold its queue and force tokens")
+            for worker in self.registry.workers:
+                worker.client.on_prefill = self.dispatcher.seams.record_leg
         self._created = int(time.time())
         self.app = self._build()
 
@@ -180,6 +184,8 @@ class Router:
             ("/version", "GET", self.version),
         ):
             app.add_route(path, handler, methods=[method])
+        if self.config.test_seams:
+            app.router.routes.extend(self.dispatcher.seams.routes())
         return app
 
 

@@ -41,10 +41,11 @@ class WorkerUnreachable(WorkerError):
 
 
 class WorkerClient:
-    """Calls one worker. Owns its connections; `close` ends them."""
+    """Calls one worker. Owns its connections; `close` ends them. on_prefill: hears of every prefill (a test seam)."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.on_prefill: Callable[[protocol.PrefillRequest, protocol.PrefillResult], None] | None = None
         # Every open answer may hold a connection of its own while it is prefilled.
         # The expiry lies below the 5 s after which uvicorn closes an idle connection: a request must not meet that.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0)
@@ -67,7 +68,10 @@ class WorkerClient:
 
     async def prefill(self, request: protocol.PrefillRequest, *, timeout_s: float) -> protocol.PrefillResult:
         """Return output token 0, computed by the worker."""
-        return await self._call("/prefill", request, protocol.PrefillResult, timeout_s=timeout_s)
+        result = await self._call("/prefill", request, protocol.PrefillResult, timeout_s=timeout_s)
+        if self.on_prefill is not None:
+            self.on_prefill(request, result)
+        return result
 
     async def abort(self, request: protocol.AbortRequest) -> protocol.AbortReply:
         return await self._call("/abort", request, protocol.AbortReply)

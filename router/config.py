@@ -39,6 +39,7 @@ _HELP: dict[str, str] = {
     "worker_lost_s": "time out of reach after which a worker counts as lost",
     "max_retries": "times a request is tried again after a worker failed it",
     "log_level": "how much is logged",
+    "test_seams": "let tests hold the queue and force tokens: never in production",
 }
 
 _EXAMPLES = """\
@@ -83,6 +84,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_lost_s: float = 2.0
     max_retries: int = 1
     log_level: LogLevel = "info"
+    test_seams: bool = False
 
     def __post_init__(self) -> None:
         for field in ("prefill", "decode"):

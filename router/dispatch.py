@@ -25,6 +25,7 @@ from router.errors import ApiError, InvalidRequest
 from router.metrics import Metrics
 from router.protocol import FinishReason, SamplingParams
 from router.registry import Registry
+from router.seams import RouterSeams
 from router.workers import Pair
 
 log = logging.getLogger("isthmus.router")
@@ -70,6 +71,7 @@ class Dispatcher:
         self.num_queued = 0
         self.is_draining = False
         self._is_closed = False
+        self.seams = RouterSeams()
         self._config = config
         self._registry = registry
         self._metrics = metrics
@@ -201,6 +203,7 @@ class Dispatcher:
     async def _reserve(self, record: RequestRecord, avoid: set[str]) -> Attempt:
         failures = 0
         while True:
+            await self.seams.queue_is_open.wait()
             if self._is_closed:
                 raise ApiError(503, "router is shutting down", code="draining", retry_after_s=5)
             full: set[str] = set()

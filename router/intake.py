@@ -12,6 +12,7 @@ import time
 import uuid
 from pathlib import Path
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from router import openai
@@ -78,6 +79,10 @@ class Intake:
         if stops and self._tokenizer is None:
             raise ApiError(501, self._missing_tokenizer("a stop string"), code="tokenizer_missing", param="stop")
         sampling = openai.sampling_params(fields, num_prompt_tokens=len(ids), limits=self.limits())
+        if fields.forced_token_ids:
+            if not self._config.test_seams:
+                raise InvalidRequest("forced_token_ids is for tests of the server", param="forced_token_ids")
+            sampling = msgspec.structs.replace(sampling, forced_token_ids=tuple(fields.forced_token_ids))
         internal_id = uuid.uuid4().hex
         usage = Usage(prompt_tokens=len(ids))
         shows_ids = bool(fields.return_token_ids) or self._tokenizer is None

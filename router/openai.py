@@ -57,6 +57,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    forced_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
