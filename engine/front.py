@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -250,6 +250,8 @@ def command(path: str, kind: type[M], handler: Callable[[M, Request], Awaitable[
             return error_response(InvalidRequest(f"{path}: {e}"))
         except RequestError as e:
             return error_response(e)
+        except ClientDisconnect:
+            return Response(status_code=499)  # a caller that left while it sent; nobody reads this
 
     return Route(path, respond, methods=["POST"])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -103,6 +104,8 @@ class EngineLoop(Generic[W]):
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has been cancelled
             try:
                 future.set_result(function(self.worker))
             except Exception as e:
@@ -124,17 +127,23 @@ class EngineLoop(Generic[W]):
         def stop(_: W) -> None:
             self._stopping = True
             for channel in self._end.channels:
-                channel.send(messages.encode(messages.Shutdown()))
+                with contextlib.suppress(PeerGone):
+                    channel.send(messages.encode(messages.Shutdown()))
 
         self.call(stop)
 
     # ------------------------------------------------------------ the loop's thread
 
     def send(self, message: messages.LeaderMessage) -> None:
-        """Send to every rank."""
+        """Send to every rank; to none once the loop stops. Raises PeerGone if one is dead and its ring is full."""
+        if self._stopping:
+            return
         data = messages.encode(message)
-        for channel in self._end.channels:
-            channel.send(data)
+        for rank, channel in enumerate(self._end.channels):
+            try:
+                channel.send(data)
+            except PeerGone as e:
+                raise PeerGone(f"rank {rank} ended while it was sent a {type(message).__name__}") from e
 
     def run(self) -> None:
         """Loop until stopped or failed; never raises."""
@@ -147,6 +156,8 @@ class EngineLoop(Generic[W]):
                     self._listener.on_outputs(outputs, self.worker.stats())
                 if not self._calls and not self._stopping:
                     self._wait()
+        except PeerGone as e:
+            self._fail(str(e))
         except Exception as e:
             log.exception("the engine loop ended")
             self._fail(f"engine loop: {type(e).__name__}: {e}")
@@ -163,6 +174,11 @@ class EngineLoop(Generic[W]):
             self._listen()  # a last word may say why
             names = ", ".join(f"rank {self._pids[pid]} (pid {pid})" for pid in ended)
             raise PeerGone(f"{names} ended")
+
+    def _is_alive(self, rank: int) -> bool:
+        """Say so of a rank whose ring is full: while a send waits for it, nothing else looks after it."""
+        self._feel_pulses(self._clock())
+        return not self._waiter.has_ended(self._ready[rank].pid)
 
     def _feel_pulses(self, now: float) -> None:
         """Kill a rank that has stopped: its death is then noticed, and told, like any other."""
@@ -197,6 +213,7 @@ class EngineLoop(Generic[W]):
             case messages.RankReady():
                 self._ready[rank] = message
                 self._watch(message.pid, rank)
+                self._end.channels[rank].is_peer_alive = functools.partial(self._is_alive, rank)
                 if len(self._ready) == len(self._end.channels):
                     ranks = [self._ready[r] for r in sorted(self._ready)]
                     self.worker.on_ready(ranks)

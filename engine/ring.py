@@ -131,6 +131,14 @@ class Waiter:
         self._pids[fd] = pid
         self._poll.register(fd, select.POLLIN)
 
+    def has_ended(self, pid: int) -> bool:
+        """Return whether a process that was watched has ended; `wait` says it once all the same."""
+        fds = [fd for fd, known in self._pids.items() if known == pid]
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        return not fds or bool(poll.poll(0))
+
     def wait(self, timeout_s: float) -> list[int]:
         """Return the pids that have ended (once each)."""
         ended = []

@@ -8,14 +8,14 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.context import SpawnProcess
 
 import pytest
 
 from engine import plan as messages
 from engine.loop import EngineLoop
-from engine.ring import LeaderEnd, Waiter, open_rank_end
+from engine.ring import RING_BYTES, LeaderEnd, Waiter, open_rank_end
 from engine.seams import Seams
 from router.protocol import NumaBinding, SequenceOutput, WorkerState, WorkerStats
 
@@ -60,12 +60,15 @@ class CountingWorker:
     def __init__(self, left: int) -> None:
         self.left, self.tokens, self.outputs = left, [0], list[SequenceOutput]()
         self.aborted, self.seams = "", Seams()
+        self.planned: messages.StepPlan | None = None
+        self.on_abort: Callable[[], None] = lambda: None
 
     def on_ready(self, ranks: list[messages.RankReady]) -> None: ...
 
     def schedule(self) -> messages.StepPlan | None:
         if not self.left:
-            return None
+            planned, self.planned = self.planned, None
+            return planned
         self.left -= 1
         step = messages.SequenceStep(seq=1, start=0, token_ids=[self.tokens[-1]], new_block_ids=[], sample=True)
         return messages.StepPlan(number=len(self.tokens), steps=[step])
@@ -88,6 +91,7 @@ class CountingWorker:
 
     def abort_all(self, reason: str) -> None:
         self.aborted = reason
+        self.on_abort()
 
     @property
     def is_idle(self) -> bool:
@@ -172,6 +176,40 @@ def test_stopped_rank_is_killed_and_fails_the_worker(running: Running, monkeypat
     assert kind == "failed" and "rank 0" in str(reason)
     running.rank.join(10)
     assert running.rank.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("running", [((0,), {})], indirect=True)
+@pytest.mark.parametrize("kind", [signal.SIGSTOP, signal.SIGKILL])
+def test_rank_that_reads_nothing_any_more_fails_the_worker_while_its_ring_is_full(
+    running: Running, kind: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loop.STOPPED_AFTER_S", 0.5)
+    assert [running.ears.next()[0] for _ in range(2)] == ["progress", "ready"]
+    step = messages.SequenceStep(seq=1, start=0, token_ids=[1] * RING_BYTES, new_block_ids=[], sample=True)
+    plan = messages.StepPlan(number=1, steps=[step])
+
+    def stop_and_send(_: CountingWorker) -> None:
+        os.kill(running.rank.pid or 0, kind)
+        running.worker.on_abort = lambda: running.loop.send(plan)
+        running.worker.planned = plan
+
+    running.loop.call(stop_and_send)
+    heard, reason = running.ears.next()
+    assert heard == "failed" and "rank 0" in str(reason)
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+
+
+@pytest.mark.parametrize("running", [((0,), {})], indirect=True)
+def test_cancelled_call_leaves_the_loop_running(running: Running) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    running.loop.call(lambda _: (entered.set(), leave.wait(10)))
+    assert entered.wait(10)
+    late = running.loop.call(lambda worker: worker.tokens)
+    assert late.cancel()
+    leave.set()
+    assert running.loop.call(lambda worker: worker.tokens).result(10) == [0]
+    assert running.thread.is_alive()
 
 
 @pytest.mark.parametrize("running", [((0,), {})], indirect=True)
