@@ -32,6 +32,7 @@ from deploy.group import Group, Member, StartFailed, kill_and_wait
 from deploy.progress import Progress, output_to
 from deploy.router_process import RouterProcess
 from deploy.router_view import RouterView
+from engine.flags import ConfigError
 from router.protocol import WriterLost, encode
 
 POLL_S = 0.25
@@ -99,7 +100,7 @@ class _Cluster:
             self._watch()
         except (Stopped, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
             pass
-        except (ClusterFailed, StartFailed) as error:
+        except (ClusterFailed, StartFailed, ConfigError) as error:
             self._progress.problem(str(error))
             code = 1
         finally:

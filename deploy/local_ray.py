@@ -11,12 +11,15 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from engine.flags import ConfigError
 from engine.numa import NumaTopology
 
+JOIN_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100 << 20  # we pass nothing through it; Ray wants at least 75 MiB
 NAMESPACE = "isthmus"
 
@@ -63,7 +66,7 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         "logging_level": logging.ERROR,
     }
     if address:
-        ray.init(address=address, **common)
+        _join(address, common)
         return
     nodes = {f"numa:{node.id}": 1.0 for node in topology.nodes}
     if topology.is_single:
@@ -78,6 +81,29 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         _temp_dir=str(folder),
         **common,
     )
+
+
+def _join(address: str, settings: dict[str, Any]) -> None:
+    """Join a running Ray. One that can't be reached, or has another token, blocks in native code: hence the thread."""
+    import ray
+
+    errors: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            ray.init(address=address, **settings)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join, name="ray-init", daemon=True)
+    thread.start()
+    thread.join(JOIN_TIMEOUT_S)
+    if thread.is_alive() or errors:
+        reason = " ".join(str(errors[0]).split()) if errors else f"no answer within {JOIN_TIMEOUT_S:g} s"
+        raise ConfigError(
+            f"ray_address = {address!r}: {reason}; check the address, and that this user's token (~/.ray/auth_token or "
+            "RAY_AUTH_TOKEN) is the cluster's"
+        )
 
 
 def runtime_environment(cpus: str, node: int, *, topology: NumaTopology) -> dict[str, Any]:
