@@ -2,6 +2,7 @@
 
     reserve -> OPEN --"last" from the writer of every rank, manifest right--> landed: the sequence owns the blocks
                  |--abort, deadline, failed write--> QUARANTINED --"last" or "drained" for every rank--> free
+                 |                                              |--writer asked: it never will---------> free
                  |                                              \\--writer known dead, lane drained-----> free
                  \\--abort, and no write was or will be made--> free
 
@@ -24,6 +25,9 @@ from router.protocol import ReserveRequest
 WRITER_LOST_GRACE_S = 1.0
 """How long the blocks of a dead writer stay held: what its kernel had taken over may still arrive on the lane."""
 
+ASK_WRITER_S = 2.0
+"""How long a quarantined landing waits for its writer's word before, and between, asking for it."""
+
 
 class LandingState(enum.Enum):
     OPEN = "open"
@@ -42,6 +46,7 @@ class Held:
     words: dict[int, str] = dataclasses.field(default_factory=dict)
     first_token: int = -1
     free_at: float | None = None
+    ask_at: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,6 +198,20 @@ class LandingTable:
                 )
                 self._quarantine(held)
         return failures
+
+    def to_ask(self, now: float) -> list[Held]:
+        """Return quarantined landings whose writer has been silent for ASK_WRITER_S.
+
+        It may never have heard of them: a router that died, or gave up a stopped worker, tells nobody.
+        """
+        due = []
+        for held in self._held.values():
+            if held.state is LandingState.QUARANTINED and held.free_at is None and held.request.writer_url:
+                if held.ask_at is not None and now >= held.ask_at:
+                    due.append(held)
+                if held.ask_at is None or now >= held.ask_at:
+                    held.ask_at = now + ASK_WRITER_S
+        return due
 
     # ------------------------------------------------------------ inner
 

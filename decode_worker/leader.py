@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
+import httpx
+import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
+from decode_worker.landings import ASK_WRITER_S, Held
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.front import command
@@ -16,6 +20,8 @@ from engine.leader import LeaderContext, run_leader
 from engine.loop import EngineLoop
 from kv_transfer import landing as kv_landing
 from router import protocol
+
+log = logging.getLogger(__name__)
 
 
 def run(config: EngineConfig, run_dir: Path, *, spawn_ranks: bool, stop: threading.Event | None = None) -> int:
@@ -26,6 +32,16 @@ def run(config: EngineConfig, run_dir: Path, *, spawn_ranks: bool, stop: threadi
 def _build(context: LeaderContext) -> list[Route]:
     loop: EngineLoop[DecodeWorker] = context.loop
     front = context.front
+    http_loop = asyncio.get_running_loop()
+
+    def ask_writer(held: Held) -> None:
+        asyncio.run_coroutine_threadsafe(ask(held), http_loop)
+
+    async def ask(held: Held) -> None:
+        if await _is_drained(held):
+            notice = protocol.DrainedNotice(key=held.landing.key, generation=held.landing.generation)
+            await asyncio.wrap_future(loop.call(lambda worker: worker.drained(notice)))
+
     loop.worker = DecodeWorker(
         context.config,
         context.plan,
@@ -34,6 +50,7 @@ def _build(context: LeaderContext) -> list[Route]:
         generation=front.generation,
         leader_url=front.url,
         send=loop.send,
+        ask_writer=ask_writer,
     )
 
     async def reserve(message: protocol.ReserveRequest, _: Request) -> protocol.Message:
@@ -58,3 +75,16 @@ def _build(context: LeaderContext) -> list[Route]:
         command("/drained", protocol.DrainedNotice, drained),
         command("/writer_lost", protocol.WriterLost, writer_lost),
     ]
+
+
+async def _is_drained(held: Held) -> bool:
+    """Ask the writer's leader to end the request; return whether it says that it will never write for it again."""
+    request = protocol.AbortRequest(request_id=held.landing.request_id, landing=kv_landing.encode(held.landing))
+    url = held.request.writer_url
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=ASK_WRITER_S) as client:
+            response = await client.post(f"{url}/abort", content=protocol.encode(request))
+        return response.status_code == 200 and protocol.decode(response.content, protocol.AbortReply).drained
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as e:
+        log.debug("landing %d: %s can't be asked: %s", held.landing.key, url, e)
+        return False

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from decode_worker.landings import Landed, LandingFailed, LandingTable
+from decode_worker.landings import Held, Landed, LandingFailed, LandingTable
 from engine import errors
 from engine.block_allocator import BlockAllocator, SlotAllocator
 from engine.config import EngineConfig
@@ -47,10 +47,12 @@ class DecodeWorker:
         generation: int,
         leader_url: str,
         send: Callable[[LeaderMessage], None],
+        ask_writer: Callable[[Held], None] = lambda held: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """send: to every rank.   ask_writer: ask prefill's leader whether a landing is drained, and call `drained`."""
         self._config, self._plan, self._vocab_size = config, plan, vocab_size
-        self._send, self._clock = send, clock
+        self._send, self._ask_writer, self._clock = send, ask_writer, clock
         self.seams = Seams()
         self._blocks = BlockAllocator(plan.num_blocks)
         self._slots = SlotAllocator(plan.num_slots)
@@ -141,6 +143,8 @@ class DecodeWorker:
     def tick(self, now: float) -> None:
         for failure in self.landings.expire(now):
             self._on_outcome(failure)
+        for held in self.landings.to_ask(now):
+            self._ask_writer(held)
         self._hint_pump()
 
     def take_outputs(self) -> list[SequenceOutput]:

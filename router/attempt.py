@@ -100,6 +100,7 @@ class Attempt:
             num_prior_outputs=self._num_prior,
             timeout_s=self._timeouts.prefill_s + self._timeouts.transfer_s,
             writer_generation=self._generations[0],
+            writer_url=self.pair.prefill.url,
         )
         try:
             self._landing = await self.pair.decode.client.reserve(request, timeout_s=self._timeouts.reserve_s)

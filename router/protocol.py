@@ -100,6 +100,7 @@ class ReserveRequest(Message, frozen=True, kw_only=True):
     prompt_token_ids: the prompt and, when a request is resumed, the tokens already emitted; the last
     `num_prior_outputs` of them count as output. timeout_s: how long the landing may stay empty.
     writer_generation: the prefill worker that will write, so that its death frees the landing; 0 if not known.
+    writer_url: its leader, who is asked about a landing that nobody tells of any more; "" if not known.
     """
 
     request_id: str
@@ -108,6 +109,7 @@ class ReserveRequest(Message, frozen=True, kw_only=True):
     num_prior_outputs: int = 0
     timeout_s: float = 600.0
     writer_generation: int = 0
+    writer_url: str = ""
 
 
 class ReserveReply(Message, frozen=True, kw_only=True):

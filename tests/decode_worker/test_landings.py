@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode_worker.landings import WRITER_LOST_GRACE_S, Landed, LandingFailed, LandingTable
+from decode_worker.landings import ASK_WRITER_S, WRITER_LOST_GRACE_S, Landed, LandingFailed, LandingTable
 from engine.block_allocator import BlockAllocator, SlotAllocator
 from engine.errors import InvalidRequest, NoCapacity
 from kv_transfer.landing import Landing, Notification
@@ -41,6 +41,7 @@ class Books:
                 sampling=SamplingParams(max_tokens=max_tokens),
                 timeout_s=timeout_s,
                 writer_generation=WRITER,
+                writer_url="http://prefill",
             ),
             0.0,
         )
@@ -207,3 +208,16 @@ def test_growth_promised_to_a_cancelled_landing_is_free_before_its_blocks_are() 
     books.table.abort("a", drained=False)
     assert books.blocks.num_promised == 0
     assert books.blocks.available == 9
+
+
+def test_writer_of_a_quarantined_landing_is_asked_until_it_has_spoken() -> None:
+    books = Books()
+    books.reserve("running")
+    landing = books.reserve("left")
+    books.table.abort("left", drained=False)
+    assert books.table.to_ask(0.0) == []
+    for now in (ASK_WRITER_S, 2 * ASK_WRITER_S):
+        assert [held.landing.key for held in books.table.to_ask(now)] == [landing.key]
+        assert books.table.to_ask(now + 0.1) == []
+    books.table.on_drained(landing.key, landing.generation)
+    assert books.table.to_ask(4 * ASK_WRITER_S) == []
