@@ -240,16 +240,20 @@ class Attempt:
         return prefill.generation != generation or prefill.dead_generation == generation
 
     async def _abort_at(self, worker: Worker, generation: int, request: AbortRequest) -> AbortReply | None:
-        """Return the worker's answer, or None if there is nobody left to answer."""
+        """Return the worker's answer; None if it is out of reach (it hears of it when it is back) or another by now."""
         failure = ""
         for delay in ABORT_DELAYS_S:
             await asyncio.sleep(delay)
-            if worker.generation != generation or worker.is_lost:
+            if worker.generation != generation:
+                return None
+            if worker.is_lost:
+                worker.owed[self.request_id] = request
                 return None
             try:
                 return await worker.client.abort(request)
             except WorkerError as error:
                 failure = error.message
-        log.warning("request %s: abort at %s was never confirmed: %s", self.request_id, worker.url, failure)
+        log.warning("request %s: abort at %s was not confirmed: %s", self.request_id, worker.url, failure)
+        worker.owed[self.request_id] = request
         self._on_abort_lost()
         return None

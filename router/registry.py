@@ -150,6 +150,7 @@ class Registry:
                 "%s worker %s at %s: generation %s, %s", worker.role, info.id, info.url, info.generation, info.state
             )
             worker.generation = info.generation
+            worker.owed.clear()
             worker.next_frame = 0
             worker.stats = info.stats
         worker.info = info
@@ -168,6 +169,8 @@ class Registry:
         worker.unreachable_since = None
         # What changed between its /info and the opening of the stream is in no frame.
         self._spawn(self._refresh(worker))
+        if worker.owed:
+            self._spawn(self._pay(worker))
         self._reconcile()
 
     def _receive(self, worker: Worker, frame: StreamFrame) -> None:
@@ -207,6 +210,19 @@ class Registry:
             self._register(worker, await worker.client.info())
         except WorkerError as error:
             log.warning("%s: could not be asked after its state changed: %s", worker.url, error.message)
+
+    async def _pay(self, worker: Worker) -> None:
+        """Tell a worker that is back which requests ended meanwhile; what fails waits for the next time."""
+        generation = worker.generation
+        for request_id, request in list(worker.owed.items()):
+            try:
+                await worker.client.abort(request)
+            except WorkerError as error:
+                log.warning("%s could not be told of requests that ended: %s", worker.url, error.message)
+                return
+            if worker.generation != generation:
+                return
+            worker.owed.pop(request_id, None)
 
     def _disconnected(self, worker: Worker, failure: WorkerUnreachable) -> None:
         now = time.monotonic()

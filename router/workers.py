@@ -1,6 +1,6 @@
 """Worker and Pair: what the router knows of one worker, and of a prefill worker linked to a decode worker.
 
-Changed by the registry alone, except `inboxes` and `prefills`, where attempts enter and leave.
+Changed by the registry alone, except `inboxes`, `prefills` and `owed`, which attempts fill.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from router.client import WorkerClient
 from router.inbox import Inbox
-from router.protocol import Fingerprints, WorkerInfo, WorkerRole, WorkerStats
+from router.protocol import AbortRequest, Fingerprints, WorkerInfo, WorkerRole, WorkerStats
 
 PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
 
@@ -37,6 +37,8 @@ class Worker:
         self.prefills: dict[str, int] = {}
         self.unreachable_since: float | None = None
         self.dead_generation = 0
+        # Aborts of this generation that could not be told: requests that are over here and may still run there.
+        self.owed: dict[str, AbortRequest] = {}
 
     @property
     def is_linkable(self) -> bool:

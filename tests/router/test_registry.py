@@ -83,6 +83,24 @@ def test_a_mute_worker_is_not_ready_and_not_declared_dead(make_cluster):
         assert works(cluster)
 
 
+def test_a_worker_that_was_out_of_reach_hears_of_requests_that_ended_meanwhile(make_cluster):
+    with make_cluster(worker_silence_s=0.6) as cluster:
+        steps = cluster.hold("step_gate")
+        decode = cluster.router.registry.decodes[0]
+        fields = BODY | {"stream": True}
+        with cluster.http.stream("POST", "/v1/completions", json=fields, timeout=20) as stream:
+            cluster.wait(lambda: steps.reached)
+            cluster.call(lambda: setattr(cluster.decodes[0], "is_mute", True))
+            cluster.wait(lambda: decode.is_lost)
+            assert '"error"' in stream.read().decode()
+        assert cluster.decodes[0].running
+        cluster.call(lambda: setattr(cluster.decodes[0], "is_mute", False))
+        cluster.call(lambda: cluster.decodes[0].publish([]))
+        cluster.assert_clean()
+        cluster.wait(lambda: not decode.owed)
+        cluster.let_go(steps)
+
+
 def test_workers_that_differ_are_refused_with_both_values(make_cluster):
     with make_cluster(num_decodes=2) as cluster:
         registry = cluster.router.registry
