@@ -225,7 +225,9 @@ class Dispatcher:
                 finally:
                     if not is_held:
                         attempt.release()
-            if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= UNREADY_GRACE_S:
+            # One that was running waits for the restarted worker; a new one is told at once.
+            grace = self._config.resume_timeout_s if record.num_attempts else UNREADY_GRACE_S
+            if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= grace:
                 raise self._not_ready()
             await self._registry.wait_change(CAPACITY_POLL_S)
 

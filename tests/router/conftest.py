@@ -541,7 +541,14 @@ class FakeCluster:
         self.decodes = [FakeDecode(self, capacity=self.capacity, **self.limits) for _ in range(self.num_decodes)]
         for worker in (*self.prefills, *self.decodes):
             await worker.start()
-        defaults: dict[str, Any] = {"worker_silence_s": 1.0, "worker_lost_s": 0.3, "served_model_name": MODEL}
+        # As few tries and as short waits as make a test quick.
+        defaults: dict[str, Any] = {
+            "worker_silence_s": 1.0,
+            "worker_lost_s": 0.3,
+            "max_retries": 1,
+            "resume_timeout_s": 1.0,
+            "served_model_name": MODEL,
+        }
         config = RouterConfig(
             model=str(self._model),
             prefill=tuple(w.url for w in self.prefills),
