@@ -32,6 +32,7 @@ from deploy.group import Group, Member, StartFailed, kill_and_wait
 from deploy.progress import Progress, output_to
 from deploy.router_process import RouterProcess
 from deploy.router_view import RouterView
+from deploy.watchdog import Watchdog
 from engine.flags import ConfigError
 from router.protocol import WriterLost, encode
 
@@ -87,6 +88,7 @@ class _Cluster:
         self._router_restarts: deque[float] = deque()
         self._http = httpx.Client(timeout=5, trust_env=False)
         self._stop = threading.Event()
+        self._watchdog = Watchdog(self._leaders, say=progress.problem)
         self._view = RouterView(config.router.url, http=self._http, progress=progress)
         self._silence = contextlib.ExitStack()
 
@@ -136,6 +138,16 @@ class _Cluster:
             self._start_group(group)
         self._await_addresses(self._groups)
         self._start_router()
+        self._watchdog.start()
+
+    def _leaders(self) -> list[tuple[str, int, str]]:
+        """Return name, pid and health URL of every local process that ought to answer."""
+        leaders = [
+            (g.members[0].name, g.members[0].pid, f"{g.url}/health") for g in self._groups if g.members and g.url
+        ]
+        if self._router.pid and self._router.exit_code is None:
+            leaders.append(("router", self._router.pid, f"{self._config.router.url}/live"))
+        return leaders
 
     def _start_group(self, group: Group) -> None:
         group.start()
@@ -260,6 +272,7 @@ class _Cluster:
 
     def _take_down(self) -> None:
         """End everything in the order in which nothing is cut off: router, leaders, ranks, Ray, files."""
+        self._watchdog.stop()
         if self._router.pid:
             self._progress.say("stopping: the router takes no more requests and finishes those it has")
             self._router.stop(self._drain_s + 5)

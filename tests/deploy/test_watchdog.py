@@ -1,0 +1,60 @@
+"""The watchdog: a mute process is killed at the deadline, a slow, dead or starting one is not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from deploy.watchdog import STOPPED_AFTER_S, Watchdog
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def mute(url: str) -> int:
+    raise httpx.ReadTimeout("no answer")
+
+
+def refused(url: str) -> int:
+    raise httpx.ConnectError("refused")
+
+
+def test_mute_process_is_killed_at_the_deadline_and_not_before(victim: subprocess.Popen[bytes]) -> None:
+    said: list[str] = []
+    clock, dog = Clock(), Watchdog(lambda: [("decode-0 leader", victim.pid, "http://x/health")], say=said.append)
+    dog.look(mute, clock=clock)
+    clock.now += STOPPED_AFTER_S - 0.1
+    dog.look(mute, clock=clock)
+    assert victim.poll() is None and said == []
+    clock.now += 0.2
+    dog.look(mute, clock=clock)
+    assert victim.wait(10) == -signal.SIGKILL
+    assert "decode-0 leader" in said[0] and str(victim.pid) in said[0]
+
+
+@pytest.mark.parametrize("answer", [lambda url: 503, refused])
+def test_process_that_answers_or_refuses_is_never_killed(victim: subprocess.Popen[bytes], answer) -> None:
+    clock, dog = Clock(), Watchdog(lambda: [("leader", victim.pid, "http://x/health")], say=lambda text: None)
+    for _ in range(5):
+        dog.look(answer, clock=clock)
+        clock.now += STOPPED_AFTER_S + 1
+        dog.look(answer, clock=clock)
+    dog.look(mute, clock=clock)
+    assert victim.poll() is None
