@@ -38,6 +38,7 @@ from router.protocol import WriterLost, encode
 
 POLL_S = 0.25
 WATCH_S = 2.0
+MAX_BACKOFF_S = 4.0
 _TAIL_LINES = 15
 
 
@@ -252,7 +253,7 @@ class _Cluster:
                 f"(supervisor: max_restarts = {limits.max_restarts})"
             )
         restarts.append(now)
-        return float(limits.restart_backoff_s * 2 ** (len(restarts) - 1))
+        return min(float(limits.restart_backoff_s * 2 ** (len(restarts) - 1)), MAX_BACKOFF_S)
 
     def _tell_peers(self, group: Group, generation: int) -> None:
         """Tell the other role's leaders that this generation's processes are gone, so that they free what it held."""

@@ -5,7 +5,7 @@
     prefill: {numa_node: 0}      # ... and may be overridden per role; a list makes several groups of that role
     decode: {numa_node: 1}
     router: {port: 8000}         # fields of RouterConfig, the flags of `python -m router`
-    supervisor: {max_restarts: 3}
+    supervisor: {max_restarts: 10}
 
 Precedence per field: --prefill-X, --X, ISTHMUS_PREFILL_X, ISTHMUS_X, YAML section, YAML top, default.
 This module reads files; it starts nothing and imports neither Ray nor torch.
@@ -60,9 +60,9 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ray_address: "" starts a private Ray on this host; otherwise the cluster to join, such as "auto".
     """
 
-    max_restarts: int = 3
+    max_restarts: int = 10
     restart_window_s: float = 600.0
-    restart_backoff_s: float = 1.0
+    restart_backoff_s: float = 0.5
     ready_timeout_s: float = 600.0
     stop_timeout_s: float = 30.0
     ray_address: str = ""
