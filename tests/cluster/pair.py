@@ -16,12 +16,20 @@ from engine.config import EngineConfig
 from engine.memory_plan import plan_memory
 from engine.model.config import load_config
 from engine.runner import ModelRunner
-from engine.transfers import Transfers
+from engine.transfers import Transfers, TransferThread
 from kv_transfer import landing as kv_landing
 from kv_transfer.local_transport import LocalRegistry, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
 from prefill_worker.worker import PrefillWorker
-from router.protocol import Fingerprints, LinkRequest, NumaBinding, PrefillRequest, ReserveRequest, SamplingParams
+from router.protocol import (
+    Fingerprints,
+    LinkReply,
+    LinkRequest,
+    NumaBinding,
+    PrefillRequest,
+    ReserveRequest,
+    SamplingParams,
+)
 
 
 class Group:
@@ -77,20 +85,29 @@ class Group:
 class PrefillGroup(Group):
     def __init__(self, config, transport):
         super().__init__(config)
-        self.told_over_http = []
+        self.told_over_http, self.failures = [], []
         self.worker = PrefillWorker(config, self.plan, say_drained=self.told_over_http.append, **self.common)
-        self.transfers = Transfers(
-            transport,
-            self.runner.cache.pool_addresses(),
-            layout=self.plan.layout,
-            rank=0,
-            num_ranks=1,
-            generation=11,
-            timeout_s=5.0,
-            emit=self.emit,
-        )
-        self.obey, self.pump = self.transfers.obey, self.transfers.pump
-        self.ready(self.transfers.endpoint)
+
+        def make():
+            return Transfers(
+                transport,
+                self.runner.cache.pool_addresses(),
+                layout=self.plan.layout,
+                rank=0,
+                num_ranks=1,
+                generation=11,
+                timeout_s=5.0,
+                emit=self.emit,
+            )
+
+        if transport.name == "local":  # in this thread, so that gates hold exactly where a test wants
+            transfers = make()
+            self.obey, self.pump = transfers.obey, transfers.pump
+            self.ready(transfers.endpoint)
+        else:  # as in a rank: the peer must be able to poll while a write is under way
+            thread = TransferThread(make, on_failed=self.failures.append)
+            self.ready(thread.start())
+            self.obey, self.pump = thread.order, lambda: None
 
 
 class DecodeGroup(Group):
@@ -146,11 +163,13 @@ class Pair:
         )
         self.run_until(lambda: bool(replies))
         self.link_reply = replies[0]
+        assert isinstance(self.link_reply, LinkReply), self.link_reply
 
     def run_until(self, is_done, *, timeout_s=60):
         deadline = time.monotonic() + timeout_s
         while not is_done():
             moved = self.prefill.deliver() | self.decode.deliver()
+            assert not self.prefill.failures, self.prefill.failures
             assert time.monotonic() < deadline, "nothing came of it"
             if not moved:
                 time.sleep(0.0002)
