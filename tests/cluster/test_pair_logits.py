@@ -10,12 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.block_allocator import BlockAllocator
-from engine.plan import StepResult
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from router.protocol import SamplingParams
-
 HERE = Path(__file__).parent
 ORACLE = HERE.parent / "oracle"
 TOLERANCE = 1e-4
@@ -72,11 +66,6 @@ def pairs(folders):
     return pair
 
 
-def _distance(a, b):
-    gap = (a - b).abs()
-    return float(gap.max()) if bool(gap.isfinite().all()) else float("inf")
-
-
 @pytest.mark.parametrize("transport", ["local", "nixl"])
 @pytest.mark.parametrize("name", ["tiny", "mx"])
 def test_every_golden_prompt_gives_the_golden_tokens_and_logits(pairs, name, transport):
@@ -86,55 +75,20 @@ def test_every_golden_prompt_gives_the_golden_tokens_and_logits(pairs, name, tra
     for length in lengths:
         expected = golden[f"gen_{length}"].tolist()
         tokens, logits = pair.generate(golden[f"prompt_{length}"], len(expected))
-        worst[length] = _distance(logits, golden[f"steplogits_{length}"])
+        worst[length] = pair_module.distance(logits, golden[f"steplogits_{length}"])
         assert tokens == expected, length
         assert pair.is_all_free()
     assert max(worst.values()) < TOLERANCE, worst
 
 
-def _colocated(pair, prompt, count):
-    """The same request through the prefill side's runner and scheduler alone, without any transfer."""
-    group = pair.prefill
-    blocks = BlockAllocator(group.plan.num_blocks)
-    scheduler = Scheduler(
-        blocks,
-        block_tokens=group.config.block_size,
-        max_num_seqs=1,
-        max_num_batched_tokens=group.config.max_num_batched_tokens,
-        max_model_len=group.plan.max_model_len,
-        eos_token_ids=frozenset(),
-    )
-    group.runner.cache.poison()
-    group.logits.clear()
-    pair.colocated_seq = getattr(pair, "colocated_seq", 1 << 20) + 1
-    later = group.plan.layout.num_blocks_for(len(prompt) + count) - group.plan.layout.num_blocks_for(len(prompt))
-    scheduler.add(
-        Sequence(
-            request_id="c",
-            seq=pair.colocated_seq,
-            token_ids=list(prompt),
-            num_given=len(prompt),
-            num_outputs=0,
-            sampling=SamplingParams(max_tokens=count, temperature=0.0),
-            block_ids=blocks.admit(group.plan.layout.num_blocks_for(len(prompt)), later=later),
-            slot=0,
-            promised=later,
-        )
-    )
-    while (plan := scheduler.schedule()) is not None:
-        tokens, failed = group.runner.run(plan)
-        assert not failed
-        scheduler.commit(plan, StepResult(rank=0, number=plan.number, tokens=tokens))
-    return torch.stack([group.logits[len(prompt) - 1 + i] for i in range(count)])
-
-
 def _compare_with_colocated(pairs, lengths, chunk, transport):
     pair, rng = pairs("tiny", transport=transport, chunk=chunk), random.Random(chunk)
+    colocated = pair_module.Colocated(pair.prefill.config)
     worst = {}
     for length in lengths:
         prompt = [rng.randrange(2, 384) for _ in range(length)]
         _, logits = pair.generate(prompt, 4)
-        worst[length] = _distance(logits, _colocated(pair, prompt, 4))
+        worst[length] = pair_module.distance(logits, colocated.generate(prompt, 4)[1])
     assert max(worst.values()) < TOLERANCE, {n: d for n, d in worst.items() if d >= TOLERANCE}
     assert pair.is_all_free()
 
