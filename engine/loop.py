@@ -219,7 +219,7 @@ class EngineLoop(Generic[W]):
                     self.worker.on_ready(ranks)
                     self._listener.on_ready(ranks)
             case messages.RankFailed():
-                raise RuntimeError(f"rank {rank}: {message.reason}")
+                raise PeerGone(f"rank {rank}: {message.reason}")  # it has logged where
             case _:
                 self.worker.on_rank_message(message)
 
