@@ -39,6 +39,7 @@ from router.protocol import WriterLost, encode
 POLL_S = 0.25
 WATCH_S = 2.0
 MAX_BACKOFF_S = 4.0
+RANK_END_S = 5.0
 _TAIL_LINES = 15
 
 
@@ -283,9 +284,12 @@ class _Cluster:
             with contextlib.suppress(ray.exceptions.RayError):
                 for group in self._groups:
                     group.ask_to_stop()
+                # Ranks end with their leader; one whose leader never came up would wait for it much longer.
+                leaders = [group.runs[0] for group in self._groups if group.runs]
                 runs = [run for group in self._groups for run in group.runs]
                 if runs:
-                    ray.wait(runs, num_returns=len(runs), timeout=self._drain_s + 15)
+                    ray.wait(leaders, num_returns=len(leaders), timeout=self._drain_s + 15)
+                    ray.wait(runs, num_returns=len(runs), timeout=RANK_END_S)
                 for group in self._groups:
                     group.end()
             children = [] if not self._is_private else psutil.Process().children(recursive=True)

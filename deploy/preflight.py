@@ -13,7 +13,7 @@ from deploy.config import ClusterConfig
 from deploy.placement import Placement, place
 from engine.flags import ConfigError
 from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.config import load_config
+from engine.model.config import load_config, shard_paths
 from engine.numa import SYSFS, NumaTopology, discover
 
 DISTRIBUTION = "isthmus"
@@ -30,7 +30,7 @@ class Preflight:
 
 
 def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True) -> Preflight:
-    """Check names, ports, model, memory plan and placement. Raises ConfigError, the first thing that is wrong."""
+    """Check names, ports, model files, memory plan and placement. Raises ConfigError, the first thing that is wrong."""
     require_own_packages()
     if needs_port:
         require_free_port(config.router.host, config.router.port)
@@ -40,6 +40,7 @@ def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True
     for group in config.groups:
         try:
             plans.append(plan_memory(group, load_config(group.model)))
+            shard_paths(group.model)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{group.worker_id}: {error}") from None
     return Preflight(topology, placements, tuple(plans))

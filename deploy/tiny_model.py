@@ -25,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
+from engine.flags import ConfigError
+
 NAME = "dsv4-tiny"
 VERSION = 1  # a change of anything below raises it, so that an old folder is never taken for a new one
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -104,10 +106,19 @@ class Tensor:
 
 
 def ensure_tiny_model(environ: Mapping[str, str]) -> Path:
-    """Return the folder of dsv4-tiny in the cache directory, writing it first if it is missing or incomplete."""
+    """Return the folder of dsv4-tiny in the cache directory, writing it first if it is missing or incomplete.
+
+    Raises ConfigError if it can't be written there.
+    """
     folder = cache_directory(environ) / "models" / f"v{VERSION}" / NAME
     if not all((folder / name).is_file() for name in FILES):
-        write_tiny_model(folder)
+        try:
+            write_tiny_model(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"model {NAME} can't be written to {folder}: {error.strerror or error}; set XDG_CACHE_HOME to a folder "
+                "that can be written"
+            ) from error
     return folder
 
 

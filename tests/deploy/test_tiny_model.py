@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from deploy import tiny_model
+from engine.flags import ConfigError
 
 SHA256_OF_WEIGHTS = "8d56d0f216525a3cde3b4b6d585d14b81d8fc7f26a62734408f371dc81fd46e3"
 
@@ -94,3 +95,9 @@ def test_folder_with_a_missing_file_is_written_again(tmp_path: Path, monkeypatch
     (folder / "config.json").write_text("{}")
     assert tiny_model.ensure_tiny_model({"XDG_CACHE_HOME": str(tmp_path)}) == folder
     assert json.loads((folder / "config.json").read_text())["model_type"] == "deepseek_v4"
+
+
+def test_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/isthmus.*Not a directory.*XDG_CACHE_HOME"):
+        tiny_model.ensure_tiny_model({"XDG_CACHE_HOME": str(tmp_path / "file")})
