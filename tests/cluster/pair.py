@@ -39,6 +39,20 @@ from router.protocol import (
 )
 
 
+class Neighbourly:
+    """A transport on one thread with its peers: they poll whenever it looks after a write, or none would ever end."""
+
+    def __init__(self, inner, poll_peers):
+        self._inner, self._poll_peers = inner, poll_peers
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def check(self, transfer):
+        self._poll_peers()
+        return self._inner.check(transfer)
+
+
 def sampling_params(max_tokens, **options):
     return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **options})
 
@@ -228,7 +242,10 @@ class Pair:
         **options,
     ):
         registry = LocalRegistry()
-        make = {"local": lambda name: LocalTransport(name, registry), "nixl": NixlTransport}[transport]
+        make = {
+            "local": lambda name: LocalTransport(name, registry),
+            "nixl": lambda name: Neighbourly(NixlTransport(name), lambda: self.decode.pump()),
+        }[transport]
         common = {
             "model": str(folder),
             "dtype": "float32",
