@@ -98,8 +98,9 @@ class LandingTable:
     def quarantined_blocks(self) -> int:
         return sum(len(h.landing.block_ids) for h in self._held.values() if h.state is LandingState.QUARANTINED)
 
-    def open_requests(self) -> list[str]:
-        return list(self._key_of)
+    def open_requests(self, *, router: str | None = None) -> list[str]:
+        """Return the ids whose landing is open; of one router, or of all."""
+        return [r for r, key in self._key_of.items() if router in (None, self._held[key].request.router)]
 
     def reserve(self, request: ReserveRequest, now: float) -> Landing:
         """Hold blocks for the prompt, a slot, and the promise of all growth. Raises NoCapacity with nothing held."""

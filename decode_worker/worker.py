@@ -156,6 +156,12 @@ class DecodeWorker:
             self._say_error(request_id, errors.WorkerLost(reason))
             self.abort(AbortRequest(request_id=request_id))
 
+    def router_lost(self, router: str) -> None:
+        running = [request_id for request_id, sequence in self._sequences.items() if sequence.router == router]
+        for request_id in (*running, *self.landings.open_requests(router=router)):
+            self._say_error(request_id, errors.WorkerLost("the router did not read this worker's stream any more"))
+            self.abort(AbortRequest(request_id=request_id))
+
     @property
     def is_idle(self) -> bool:
         return not self._sequences and not self.landings.num_held
@@ -198,6 +204,7 @@ class DecodeWorker:
             slot=held.landing.slot,
             promised=held.promised,
             num_computed=len(request.prompt_token_ids),
+            router=request.router,
         )
         self._next_seq += 1
         self._sequences[request.request_id] = sequence

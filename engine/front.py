@@ -58,9 +58,9 @@ class Front:
         self.url = ""
         self.state: WorkerState = "starting"
         self.reason = ""
-        self.num_readers = 0
+        self._readers: collections.Counter[str] = collections.Counter()
+        self._left_at: dict[str, float] = {}
         self.failed = asyncio.Event()
-        self._last_reader_left_at: float | None = None
         self._ask_stats = stats
         self._ranks: list[messages.RankReady] = []
         self._frames: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=FRAMES_KEPT)
@@ -112,12 +112,13 @@ class Front:
         self.set_state("failed", reason)
         self.failed.set()
 
-    @property
-    def unheard_for_s(self) -> float:
-        """Seconds since the last reader of the stream left; 0 while there is one, or before the first."""
-        if self.num_readers or self._last_reader_left_at is None:
-            return 0.0
-        return self._asyncio.time() - self._last_reader_left_at
+    def take_lost_routers(self, after_s: float) -> list[str]:
+        """Return, once, each router that has had no stream open for `after_s`."""
+        now = self._asyncio.time()
+        lost = [router for router, since in self._left_at.items() if now - since >= after_s]
+        for router in lost:
+            del self._left_at[router]
+        return lost
 
     def require_ready(self) -> None:
         """Raises NotReady, Draining or WorkerLost unless requests are taken."""
@@ -177,9 +178,10 @@ class Front:
             if self._number == seen:
                 self._publish([], await self._ask_stats() if self.state in ("ready", "draining") else self._stats)
 
-    async def _read_frames(self, number: int) -> AsyncIterator[bytes]:
+    async def _read_frames(self, number: int, router: str) -> AsyncIterator[bytes]:
         """Yield frames from `number` on. Ends when the reader has fallen behind what is kept."""
-        self.num_readers += 1
+        self._readers[router] += 1
+        self._left_at.pop(router, None)
         try:
             while True:
                 if number <= self._number:
@@ -195,8 +197,10 @@ class Front:
                 else:
                     await self._news.wait()
         finally:
-            self.num_readers -= 1
-            self._last_reader_left_at = self._asyncio.time()
+            self._readers[router] -= 1
+            if not self._readers[router]:
+                del self._readers[router]
+                self._left_at[router] = self._asyncio.time()
 
     # ------------------------------------------------------------ routes
 
@@ -226,7 +230,8 @@ class Front:
         if wanted and not first <= wanted <= self._number + 1:
             text = f"frame {wanted} is not kept any more, or not made yet: {first}..{self._number} are; read /info anew"
             return error_response(InvalidRequest(text), status=410)
-        return StreamingResponse(self._read_frames(wanted or self._number + 1), media_type="application/octet-stream")
+        frames = self._read_frames(wanted or self._number + 1, request.query_params.get("router", ""))
+        return StreamingResponse(frames, media_type="application/octet-stream")
 
 
 def error_response(error: RequestError, *, status: int | None = None) -> Response:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import operator
 import os
 import signal
 import socket
@@ -37,7 +38,7 @@ from router import protocol
 
 log = logging.getLogger(__name__)
 
-_ORPHAN_S = 15.0  # a router that has not come back by then has forgotten its requests
+_ROUTER_LOST_S = 5.0  # a router that lives has given up its requests here by then (worker_silence_s + worker_lost_s)
 _PR_SET_PDEATHSIG = 1
 _FAILED_LINGER_S = 1.0  # a failed leader stays long enough for the router to read why
 
@@ -144,8 +145,8 @@ class _Leader:
         failed = asyncio.create_task(front.failed.wait())
         while not (self._stopping.is_set() or failed.done() or (stop is not None and stop.is_set())):
             await asyncio.wait({failed}, timeout=0.25)
-            if front.unheard_for_s > _ORPHAN_S:
-                await asyncio.wrap_future(loop.call(lambda worker: worker.abort_all("no router listens any more")))
+            for router in front.take_lost_routers(_ROUTER_LOST_S):
+                await asyncio.wrap_future(loop.call(operator.methodcaller("router_lost", router)))
         if failed.done():
             await asyncio.sleep(_FAILED_LINGER_S)
             return 1

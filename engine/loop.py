@@ -59,6 +59,9 @@ class Worker(Protocol):
     def abort_all(self, reason: str) -> None:
         """End every request with an error: the ranks are gone, or nobody listens."""
 
+    def router_lost(self, router: str) -> None:
+        """End every request of a router that has not read its stream for a while: nobody wants the answers."""
+
     @property
     def is_idle(self) -> bool:
         """No request is here and no transfer is pending."""

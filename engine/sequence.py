@@ -15,6 +15,7 @@ class Sequence:
     token_ids: the tokens the request came with, then those sampled here.   num_given: how many it came with.
     num_outputs: how many of token_ids count as output (those of an earlier life of the request included).
     num_computed: tokens whose cache rows exist.   promised: blocks promised beyond block_ids.
+    router: who wants the answer, see ReserveRequest.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Sequence:
     slot: int
     promised: int = 0
     num_computed: int = 0
+    router: str = ""
 
     def append(self, token_id: int, *, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Add an output token; return why the sequence is over, None if it goes on."""

@@ -233,6 +233,9 @@ class PrefillWorker:
         for prefill in list(self._requests.values()):
             self._drop(prefill, errors.WorkerLost(reason))
 
+    def router_lost(self, router: str) -> None:
+        """Nothing to do: a request here ends with the connection that waits for its answer."""
+
     @property
     def is_idle(self) -> bool:
         return not self._requests and not len(self._pushes)

@@ -101,6 +101,7 @@ class Attempt:
             timeout_s=self._timeouts.prefill_s + self._timeouts.transfer_s,
             writer_generation=self._generations[0],
             writer_url=self.pair.prefill.url,
+            router=self.pair.decode.client.router,
         )
         try:
             self._landing = await self.pair.decode.client.reserve(request, timeout_s=self._timeouts.reserve_s)

@@ -43,8 +43,9 @@ class WorkerUnreachable(WorkerError):
 class WorkerClient:
     """Calls one worker. Owns its connections; `close` ends them. on_prefill: hears of every prefill (a test seam)."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, *, router: str = "") -> None:
+        """router: the name of this router's life, under which it reads streams."""
+        self.url, self.router = url, router
         self.on_prefill: Callable[[protocol.PrefillRequest, protocol.PrefillResult], None] | None = None
         # Every open answer may hold a connection of its own while it is prefilled.
         # The expiry lies below the 5 s after which uvicorn closes an idle connection: a request must not meet that.
@@ -97,7 +98,9 @@ class WorkerClient:
         timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
         frames = protocol.FrameDecoder()
         try:
-            async with self._http.stream("GET", "/stream", params={"from": start}, timeout=timeout) as response:
+            async with self._http.stream(
+                "GET", "/stream", params={"from": start, "router": self.router}, timeout=timeout
+            ) as response:
                 if response.status_code != 200:
                     raise _failure(self.url, "/stream", response.status_code, await response.aread())
                 on_open()

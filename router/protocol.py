@@ -101,6 +101,8 @@ class ReserveRequest(Message, frozen=True, kw_only=True):
     `num_prior_outputs` of them count as output. timeout_s: how long the landing may stay empty.
     writer_generation: the prefill worker that will write, so that its death frees the landing; 0 if not known.
     writer_url: its leader, who is asked about a landing that nobody tells of any more; "" if not known.
+    router: who asks, by the name it reads the event stream under; when no stream is open any more, nobody wants the
+    answer, and the request is ended.
     """
 
     request_id: str
@@ -110,6 +112,7 @@ class ReserveRequest(Message, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     writer_generation: int = 0
     writer_url: str = ""
+    router: str = ""
 
 
 class ReserveReply(Message, frozen=True, kw_only=True):

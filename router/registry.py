@@ -17,6 +17,7 @@ import asyncio
 import functools
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -45,8 +46,9 @@ class Registry:
     ) -> None:
         self._silence_s = silence_s
         self._lost_s = lost_s
-        self.prefills = [Worker(url, "prefill") for url in prefill]
-        self.decodes = [Worker(url, "decode") for url in decode]
+        router = uuid.uuid4().hex  # a router that is started again is another one
+        self.prefills = [Worker(url, "prefill", router=router) for url in prefill]
+        self.decodes = [Worker(url, "decode", router=router) for url in decode]
         self.pairs = [Pair(p, d) for p in self.prefills for d in self.decodes]
         self.unready_since = time.monotonic()
         self._was_ready = False

@@ -20,10 +20,10 @@ PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
 class Worker:
     """One worker as the router knows it. generation 0: never seen."""
 
-    def __init__(self, url: str, role: WorkerRole) -> None:
+    def __init__(self, url: str, role: WorkerRole, *, router: str = "") -> None:
         self.url = url
         self.role = role
-        self.client = WorkerClient(url)
+        self.client = WorkerClient(url, router=router)
         self.info: WorkerInfo | None = None
         self.state: str = "unreachable"
         self.reason = "not contacted yet"

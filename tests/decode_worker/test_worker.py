@@ -36,9 +36,11 @@ class Bench:
         )
         self.worker.landings.agents = ("decode.0",)
 
-    def reserve(self, name: str, tokens: int = 130, **sampling: object) -> Landing:
+    def reserve(self, name: str, tokens: int = 130, router: str = "", **sampling: object) -> Landing:
         params = SamplingParams(**{"max_tokens": 4, **sampling})  # type: ignore[arg-type]
-        return self.worker.reserve(ReserveRequest(request_id=name, prompt_token_ids=[5] * tokens, sampling=params))
+        return self.worker.reserve(
+            ReserveRequest(request_id=name, prompt_token_ids=[5] * tokens, sampling=params, router=router)
+        )
 
     def arrive(self, landing: Landing, first_token: int = 42) -> None:
         word = Notification(
@@ -143,6 +145,17 @@ def test_lost_ranks_end_every_request_with_an_error() -> None:
     bench.reserve("b")
     bench.worker.abort_all("rank 0 ended")
     assert {o.request_id for o in bench.worker.take_outputs() if o.error} == {"a", "b"}
+
+
+def test_requests_of_a_router_that_is_gone_end_and_those_of_others_go_on() -> None:
+    bench = Bench()
+    bench.arrive(bench.reserve("running", router="gone"))
+    bench.reserve("landing", router="gone")
+    bench.arrive(bench.reserve("other", router="here"))
+    bench.worker.router_lost("gone")
+    assert {o.request_id for o in bench.worker.take_outputs() if o.error} == {"running", "landing"}
+    assert bench.worker.stats().open_landings == 0
+    assert {o.request_id for o in bench.run(5)} == {"other"}
 
 
 def test_ranks_are_told_to_listen_while_a_landing_is_held() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import Route
 
-from engine.front import command
+from engine.config import EngineConfig
+from engine.front import Front, command
 from router import protocol
 
 
@@ -38,3 +39,66 @@ def test_caller_that_leaves_while_sending_runs_no_command_and_raises_nothing() -
     asyncio.run(call(command("/x", protocol.Ack, handler)))
     assert statuses == [499]
     assert ran == []
+
+
+def make_front() -> Front:
+    async def stats() -> protocol.WorkerStats:
+        return protocol.WorkerStats()
+
+    limits = protocol.Limits(
+        max_model_len=100, max_num_seqs=1, max_num_batched_tokens=8, block_tokens=128, num_blocks=1, vocab_size=9
+    )
+    config = EngineConfig(model="m", role="decode")
+    return Front(config, generation=1, limits=limits, model_fingerprint="m", layout_fingerprint="l", stats=stats)
+
+
+async def read(front: Front, router: str) -> asyncio.Task[None]:
+    """Open the stream as `router` does, and return the reading that can be cancelled."""
+    opened = asyncio.Event()
+    scope = {"type": "http", "method": "GET", "path": "/stream", "headers": []}
+    scope["query_string"] = f"from=0&router={router}".encode()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            front.set_state("ready")
+        if message.get("body"):
+            opened.set()
+
+    reading = asyncio.create_task(front.app([])(scope, receive, send))
+    await opened.wait()
+    return reading
+
+
+async def leave(reading: asyncio.Task[None]) -> None:
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await asyncio.sleep(0)
+
+
+def test_router_is_lost_once_when_its_last_stream_has_ended() -> None:
+    async def run() -> None:
+        front = make_front()
+        first, second, other = await read(front, "a"), await read(front, "a"), await read(front, "b")
+        await leave(first)
+        assert front.take_lost_routers(0) == []
+        await leave(second)
+        assert front.take_lost_routers(60) == []
+        assert front.take_lost_routers(0) == ["a"]
+        assert front.take_lost_routers(0) == []
+        await leave(other)
+
+    asyncio.run(run())
+
+
+def test_router_that_has_come_back_in_time_is_not_lost() -> None:
+    async def run() -> None:
+        front = make_front()
+        await leave(await read(front, "a"))
+        again = await read(front, "a")
+        assert front.take_lost_routers(0) == []
+        await leave(again)
+
+    asyncio.run(run())

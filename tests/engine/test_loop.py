@@ -93,6 +93,8 @@ class CountingWorker:
         self.aborted = reason
         self.on_abort()
 
+    def router_lost(self, router: str) -> None: ...
+
     @property
     def is_idle(self) -> bool:
         return not self.left
