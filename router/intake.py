@@ -84,6 +84,8 @@ class Intake:
                 raise InvalidRequest("forced_token_ids is for tests of the server", param="forced_token_ids")
             sampling = msgspec.structs.replace(sampling, forced_token_ids=tuple(fields.forced_token_ids))
         internal_id = uuid.uuid4().hex
+        if self._config.test_seams:
+            internal_id += f"-{request.state.request_id}"  # a test names the request that it holds
         usage = Usage(prompt_tokens=len(ids))
         shows_ids = bool(fields.return_token_ids) or self._tokenizer is None
         return Job(

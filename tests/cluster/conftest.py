@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -153,6 +154,22 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     yield launch
     for cluster in started:
         end_cluster(cluster)
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., contextlib.AbstractContextManager[Cluster]]:
+    """A function of a folder and flags to a context: a ready cluster, ended afterwards."""
+
+    @contextlib.contextmanager
+    def start(folder: Path, *words: str) -> Iterator[Cluster]:
+        started = start_cluster(folder, *words)
+        try:
+            started.await_ready()
+            yield started
+        finally:
+            end_cluster(started)
+
+    return start
 
 
 @pytest.fixture(scope="session")
