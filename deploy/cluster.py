@@ -88,9 +88,9 @@ class _Cluster:
         ]
         self._router = RouterProcess(config, log_path=self._log_dir / "router.log", environ=environ)
         self._router_restarts: deque[float] = deque()
-        self._http = httpx.Client(timeout=5, trust_env=False)
+        self._http = httpx.Client(timeout=2, trust_env=False)
         self._stop = threading.Event()
-        self._watchdog = Watchdog(self._leaders, say=progress.problem)
+        self._watchdog = Watchdog(self._watched, say=progress.problem)
         self._view = RouterView(config.router.url, http=self._http, progress=progress)
         self._silence = contextlib.ExitStack()
 
@@ -142,14 +142,15 @@ class _Cluster:
         self._start_router()
         self._watchdog.start()
 
-    def _leaders(self) -> list[tuple[str, int, str]]:
-        """Return name, pid and health URL of every local process that ought to answer."""
-        leaders = [
-            (g.members[0].name, g.members[0].pid, f"{g.url}/health") for g in self._groups if g.members and g.url
-        ]
+    def _watched(self) -> list[tuple[str, int, str]]:
+        """Return name, pid and health URL (of leaders and the router) of every process of this host."""
+        watched = []
+        for group in self._groups if self._is_private else ():  # a pid of another host says nothing here
+            for n, member in enumerate(group.members):
+                watched.append((member.name, member.pid, f"{group.url}/health" if group.url and n == 0 else ""))
         if self._router.pid and self._router.exit_code is None:
-            leaders.append(("router", self._router.pid, f"{self._config.router.url}/live"))
-        return leaders
+            watched.append(("router", self._router.pid, f"{self._config.router.url}/live"))
+        return watched
 
     def _start_group(self, group: Group) -> None:
         group.start()
@@ -221,16 +222,27 @@ class _Cluster:
         if not group.was_ready and group.num_starts == 1:
             member, reason = dead[0]
             raise ClusterFailed(f"{member.name} failed at start: {reason}\n{_tail(member.log_path)}".rstrip())
-        delay = self._admit_restart(group.restarts, group.id)
         generation = group.generation
+        delay = self._admit_restart(group.restarts, group.id)
         group.end()
         self._tell_peers(group, generation)
+        while not self._has_started_again(group, delay):
+            delay = self._admit_restart(group.restarts, group.id)
+            group.end()
+        self._await_addresses([group])
+
+    def _has_started_again(self, group: Group, delay: float) -> bool:
+        """Start a group after `delay`; return False if one of its processes ended before it said its first word."""
         self._progress.say(f"{group.id}: starting again in {delay:g} s")
         if self._stop.wait(delay):
             raise Stopped
         group.create()
-        self._start_group(group)
-        self._await_addresses([group])
+        try:
+            self._start_group(group)
+        except StartFailed as error:
+            self._progress.problem(str(error))
+            return False
+        return True
 
     def _mind_router(self) -> None:
         code = self._router.exit_code

@@ -1,7 +1,8 @@
-"""Watchdog: kills a leader that has stopped answering, so that its group is started again like any that dies.
+"""Watchdog: kills processes that are stopped or mute, so that their group is started again like any that dies.
 
 A stopped process (SIGSTOP, a hung kernel call) is no death that anybody could wait for; and while it lives, what it was
-writing may still arrive. Ranks are watched by their leader, over shared memory.
+writing may still arrive. What the kernel shows as stopped is killed at any age; what is mute, once it has answered, for
+a process that still loads answers nobody. A running leader watches its ranks' pulse too, over shared memory.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import time
 from collections.abc import Callable, Iterable
 
 import httpx
+import psutil
 
 ASK_S = 1.0
 STOPPED_AFTER_S = 4.0
 
 
 class Watchdog:
-    """targets: (name, pid, url to ask) of every leader that has answered before. say: where to report a kill."""
+    """targets: (name, pid, url to ask) of every local process; url "" for one that is not asked.
+
+    say: where to report a kill.
+    """
 
     def __init__(self, targets: Callable[[], Iterable[tuple[str, int, str]]], *, say: Callable[[str], None]) -> None:
         self._targets, self._say = targets, say
         self._heard: dict[int, float] = {}
+        self._ran: dict[int, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -43,17 +49,39 @@ class Watchdog:
                 self.look(lambda url: http.get(url).status_code)
 
     def look(self, ask: Callable[[str], int], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Ask every target once; kill those that have been mute for STOPPED_AFTER_S."""
-        for name, pid, url in list(self._targets()):
+        """Look at every target once; kill those that have been stopped or mute for STOPPED_AFTER_S."""
+        targets = list(self._targets())
+        for times in (self._heard, self._ran):
+            for pid in times.keys() - {pid for _, pid, _ in targets}:
+                del times[pid]  # pids are used again
+        for name, pid, url in targets:
             now = clock()
+            if not _is_stopped(pid):
+                self._ran[pid] = now
+            elif now - self._ran.setdefault(pid, now) >= STOPPED_AFTER_S:
+                self._kill(name, pid, f"has been stopped for {now - self._ran[pid]:.1f} s")
+                continue
+            if not url:
+                continue
             try:
                 ask(url)
                 self._heard[pid] = clock()
             except httpx.TimeoutException:
                 mute = clock() - self._heard.setdefault(pid, now)
-                if mute >= STOPPED_AFTER_S and not self._stop.is_set():
-                    self._say(f"{name} (pid {pid}) has not answered for {mute:.1f} s: killed")
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                if mute >= STOPPED_AFTER_S:
+                    self._kill(name, pid, f"has not answered for {mute:.1f} s")
             except httpx.HTTPError:
                 self._heard[pid] = now  # refused or reset: not listening yet, or dead; both are seen elsewhere
+
+    def _kill(self, name: str, pid: int, reason: str) -> None:
+        if not self._stop.is_set():
+            self._say(f"{name} (pid {pid}) {reason}: killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False

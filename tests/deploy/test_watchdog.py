@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from deploy.watchdog import STOPPED_AFTER_S, Watchdog
@@ -58,3 +59,19 @@ def test_process_that_answers_or_refuses_is_never_killed(victim: subprocess.Pope
         dog.look(answer, clock=clock)
     dog.look(mute, clock=clock)
     assert victim.poll() is None
+
+
+def test_process_that_is_stopped_before_it_ever_answered_is_killed_at_the_deadline(
+    victim: subprocess.Popen[bytes],
+) -> None:
+    clock, dog = Clock(), Watchdog(lambda: [("prefill-0 rank 0", victim.pid, "")], say=lambda text: None)
+    dog.look(refused, clock=clock)
+    victim.send_signal(signal.SIGSTOP)
+    while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
+        pass
+    clock.now += 0.5
+    dog.look(refused, clock=clock)
+    assert victim.poll() is None
+    clock.now += STOPPED_AFTER_S
+    dog.look(refused, clock=clock)
+    assert victim.wait(10) == -signal.SIGKILL
