@@ -43,7 +43,10 @@ LINK_FAULTS = frozenset({"stale_generation", "fingerprint_mismatch"})
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request from acceptance to its end. Times are of time.monotonic."""
+    """One request from acceptance to its end. Times are of time.monotonic.
+
+    num_resumes: how often it went on with another attempt after tokens had been emitted.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -52,6 +55,7 @@ class RequestRecord:
     emitted: list[int] = field(default_factory=list)
     attempt: Attempt | None = None
     num_attempts: int = 0
+    num_resumes: int = 0
     queue_s: float = 0.0
 
     @property
@@ -126,6 +130,7 @@ class Dispatcher:
                     evictions, retries = (evictions + 1, retries) if is_eviction else (evictions, retries + 1)
                     avoid |= {attempt.pair.prefill.url, attempt.pair.decode.url} if not is_eviction else set()
                     self._metrics.retries.labels(error.code).inc()
+                    record.num_resumes += bool(record.emitted)
                     log.warning(
                         "request %s: tried again after %d tokens: %s",
                         record.request_id,

@@ -170,12 +170,13 @@ class Exchange(Response):
         if outcome == "aborted":
             metrics.disconnects.inc()
         log.info(
-            "request %s: %s after %.3f s, %d prompt and %d output tokens",
+            "request %s: %s after %.3f s, %d prompt and %d output tokens, %d resumes",
             job.shown_id,
             outcome,
             elapsed,
             job.usage.prompt_tokens,
             job.usage.completion_tokens,
+            job.record.num_resumes,
         )
 
 
