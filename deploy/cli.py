@@ -7,7 +7,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from engine.flags import ConfigError
+from engine.flags import ConfigError, parse_flags
+
+_EXAMPLES = """\
+examples:
+  isthmus {name}                                            the tiny model, on port 8000
+  isthmus {name} --model ./checkpoint --port 9000           another model, the rest as for the tiny one
+  isthmus {name} cluster.yaml --decode-max-num-seqs 32      a file of your own, one setting changed for one role
+  ISTHMUS_MAX_NUM_SEQS=32 isthmus {name} cluster.yaml
+
+Every setting can come from a flag, from ISTHMUS_<NAME> in the environment, or from the YAML file; the first of these
+that is given wins. `isthmus plan` shows which one did.
+"""
 
 VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
 
@@ -47,7 +58,7 @@ def _up(argv: list[str]) -> int:
 
     parser = _parser("up", "Start Ray, the worker groups and the router; show them getting ready; stop with Ctrl-C.")
     add_cluster_flags(parser)
-    config = load_cluster_config(parser.parse_args(argv), os.environ)
+    config = load_cluster_config(parse_flags(parser, argv), os.environ)
     from deploy.cluster import up
     from deploy.progress import Progress
 
@@ -58,10 +69,14 @@ def _up(argv: list[str]) -> int:
 def _status(argv: list[str]) -> int:
     from deploy.status import status
 
-    parser = _parser("status", "Show the running clusters of this user.")
+    parser = _parser(
+        "status",
+        "Show the running clusters that this user has started with `isthmus up`. Roles started by hand are not listed: "
+        "ask their router's /topology.",
+    )
     parser.add_argument("--port", type=int, help="only the cluster whose router listens there")
     parser.add_argument("--json", action="store_true", help="print the router's /topology as it is")
-    args = parser.parse_args(argv)
+    args = parse_flags(parser, argv)
     return status(port=args.port, as_json=args.json, environ=os.environ)
 
 
@@ -73,7 +88,7 @@ def _down(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, help="the cluster whose router listens there; needed if several run")
     parser.add_argument("--all", action="store_true", help="every cluster of this user")
     parser.add_argument("--timeout", type=float, default=90.0, metavar="SECONDS", help="until it is killed (90)")
-    args = parser.parse_args(argv)
+    args = parse_flags(parser, argv)
     return down(port=args.port, every=args.all, timeout_s=args.timeout, environ=os.environ)
 
 
@@ -84,7 +99,7 @@ def _plan(argv: list[str]) -> int:
 
     parser = _parser("plan", "Print placement, cache layout and memory plan, and where each setting came from.")
     add_cluster_flags(parser)
-    print_plan(load_cluster_config(parser.parse_args(argv), os.environ))
+    print_plan(load_cluster_config(parse_flags(parser, argv), os.environ))
     return 0
 
 
@@ -95,7 +110,7 @@ def _check(argv: list[str]) -> int:
 
     parser = _parser("check", "Run the checks that `up` runs before it starts anything.")
     add_cluster_flags(parser)
-    config = load_cluster_config(parser.parse_args(argv), os.environ)
+    config = load_cluster_config(parse_flags(parser, argv), os.environ)
     found = check(config)
     gpus = f", {len(found.topology.gpus)} GPUs" if found.topology.gpus else ""
     print(f"ok: {len(config.groups)} groups fit on {len(found.topology.nodes)} NUMA node(s){gpus}")
@@ -134,10 +149,10 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"isthmus {name}",
         description=description,
-        epilog="Every setting can come from a flag, from ISTHMUS_<NAME> in the environment, or from the YAML file; "
-        "the first of these that is given wins."
+        epilog=_EXAMPLES.format(name=name) if name in ("up", "plan", "check") else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter
         if name in ("up", "plan", "check")
-        else None,
+        else argparse.HelpFormatter,
         allow_abbrev=False,
     )
 

@@ -168,12 +168,20 @@ def _read_yaml(path: str) -> tuple[str, dict[str, Any]]:
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}{_what_is_no_yaml(error)}") from None
     if document is None:
         return name, {}
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: wanted `key: value` lines, found a {type(document).__name__}")
     return name, {str(key): value for key, value in document.items() if value is not None}
+
+
+def _what_is_no_yaml(error: yaml.YAMLError) -> str:
+    """Return line and problem of a syntax error, and the line before it where the parser lost its way."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f": not YAML: {' '.join(str(error).split())}"
+    begun = f" ({error.context}, line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
+    return f", line {error.problem_mark.line + 1}: not YAML: {error.problem}{begun}"
 
 
 def _sections(document: Mapping[str, Any], role: str, path: str) -> list[dict[str, Any]]:

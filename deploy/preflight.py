@@ -55,7 +55,10 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                remedy = "taken by another program; stop it (`isthmus down` if it is ours) or choose another --port"
+                remedy = (
+                    f"taken by another program; stop it (`isthmus down --port {port}` if it is ours) "
+                    "or choose another --port"
+                )
             else:
                 remedy = f"{error.strerror}; choose another --host or --port"
             raise ConfigError(f"port {port} on {host}: {remedy}") from None

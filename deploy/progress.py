@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class Progress:
             facts.append("NUMA " + ", ".join(sorted(numa)))
         self._line(f"[bold green]ready[/] at {config.router.url} ({escape('; '.join(facts))})")
         self._console.print(f"\n  {escape(example_request(config, has_tokenizer=has_tokenizer(config)))}\n")
-        self._console.print(f"  logs: {escape(str(log_dir))}    isthmus status    Ctrl-C stops it\n")
+        self._console.print(f"  logs: {escape(str(log_dir))}    {escape(own_command())} status    Ctrl-C stops it\n")
 
     def _line(self, markup: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._begun:6.1f} s[/]  {markup}")
@@ -61,6 +62,12 @@ def output_to(path: Path) -> Iterator[None]:
         for number, descriptor in enumerate(kept, start=1):
             os.dup2(descriptor, number)
             os.close(descriptor)
+
+
+def own_command() -> str:
+    """Return what to type for `isthmus`: the path it was called by if it is not on PATH (`make serve` does so)."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "isthmus" and shutil.which("isthmus") is None else "isthmus"
 
 
 def has_tokenizer(config: ClusterConfig) -> bool:

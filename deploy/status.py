@@ -40,8 +40,8 @@ def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> in
             continue
         _console.print(_worker_table(topology))
         for pair in topology.get("pairs", []):
-            lane = f"{pair.get('transport', '')} over {pair.get('lane') or '(no lane yet)'}"
-            _console.print(f"  {pair['prefill']} -> {pair['decode']}: {pair['state']}, {lane}")
+            lane = f", {pair['transport']} over {pair['lane']}" if pair.get("lane") else ""
+            _console.print(f"  {pair['prefill']} -> {pair['decode']}: {pair['state']}{lane}")
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.flags import ConfigError, add_engine_flags, engine_config
+from engine.flags import ConfigError, add_engine_flags, engine_config, parse_flags
 from router.protocol import WorkerRole
 
 _EXAMPLE = """\
@@ -34,11 +34,10 @@ def run_role(role: WorkerRole, run: Callable[..., int], argv: list[str] | None) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_engine_flags(parser)
-    args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        config = engine_config(args, role=role, yaml_section=None, environ=os.environ)
+        config = engine_config(parse_flags(parser, argv), role=role, yaml_section=None, environ=os.environ)
         config = msgspec.structs.replace(config, worker_id=config.worker_id or f"{role}-{os.getpid()}")
         with tempfile.TemporaryDirectory(prefix=f"isthmus-{role}-") as run_dir:
             return run(config, Path(run_dir), spawn_ranks=True)

@@ -65,7 +65,6 @@ FIELDS = (
     Field("block_size", _MEMORY, "tokens of a cache block, a multiple of every compression ratio", ("--page-size",), 1),
     Field("num_blocks", _MEMORY, "blocks of the pool; 0: as many as fit into kv_cache_memory_gib"),
     Field("kv_cache_memory_gib", _MEMORY, "GiB of each rank's memory that the cache may take"),
-    Field("test_seams", _NET, "let tests hold requests and kill workers over HTTP: never in production"),
     Field("pool_poison", _MEMORY, "fill pools with NaN at start, to prove that nothing unwritten is read"),
     Field(
         "max_num_batched_tokens",
@@ -101,8 +100,9 @@ FIELDS = (
     Field("port", _NET, "port that the leader listens on; 0: a free one", (), 0, 65535),
     Field("worker_id", _NET, "name of the group in /topology and logs"),
     Field("landing_timeout_s", _NET, "seconds a landing may wait for its cache", (), 0.001),
-    Field("transfer_timeout_s", _NET, "seconds that one write of cache may take at least", (), 0.001),
+    Field("transfer_timeout_s", _NET, "seconds that one write of cache may take; large ones get more", (), 0.001),
     Field("drain_timeout_s", _NET, "seconds that running requests get when the group stops"),
+    Field("test_seams", _NET, "let tests hold requests and kill workers over HTTP: never in production"),
 )
 _BY_NAME = {field.name: field for field in FIELDS}
 _TYPES = get_type_hints(EngineConfig)
@@ -128,9 +128,23 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: Sequence[str] 
                     *field.flags,
                     dest=field.name,
                     default=argparse.SUPPRESS,
-                    metavar=field.name.upper().rsplit("_", 1)[-1],
+                    metavar="true|false" if _is_switch(field.name) else field.name.upper().rsplit("_", 1)[-1],
                     help=f"{field.help}{shown}".replace("%", "%%"),
                 )
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse `argv` (default: sys.argv); an unknown flag is one line that suggests the nearest one, not a page of usage.
+
+    Raises ConfigError for it. argparse itself exits for what else can be wrong, such as a flag without its value.
+    """
+    args, unknown = parser.parse_known_args(argv)
+    if not unknown:
+        return args
+    word = unknown[0].split("=")[0]
+    near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "see --help"
+    raise ConfigError(f"{word}: {'no such flag' if word.startswith('-') else 'one argument too many'}; {hint}")
 
 
 def engine_config(
@@ -203,6 +217,11 @@ def _convert(name: str, value: object, origin: str) -> object:
     return result
 
 
+def _is_switch(name: str) -> bool:
+    kind = _TYPES[name]
+    return kind is bool or bool in getattr(kind, "__args__", ())
+
+
 def _wanted(name: str) -> str:
     """Say in words what a field takes."""
     field, kind = _BY_NAME[name], _TYPES[name]
@@ -212,7 +231,7 @@ def _wanted(name: str) -> str:
         if field.high >= _CEILING:
             return f"{noun} of at least {field.low:g}"
         return f"{noun} from {field.low:g} to {field.high:g}"
-    if kind is bool or bool in choices:
+    if _is_switch(name):
         return "true or false"
     if choices:
         return "one of " + ", ".join(str(choice) for choice in choices)

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"isthmus router: {error}", file=sys.stderr)
         listener.close()
         return 1
+    if router.tokenizer is None:
+        log.warning("%s has no tokenizer.json: only token ids are served, no text", config.model)
     asyncio.run(serve(router, listener))
     return 0
 

@@ -216,7 +216,12 @@ async def _show_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return Response(error.body(), error.status, headers=error.headers(), media_type="application/json")
     if isinstance(error, HTTPException):
-        messages = {404: f"{request.url.path}: no such route", 405: f"{request.method} is not allowed here"}
+        path, allowed = request.url.path, (error.headers or {}).get("Allow", "")
+        known = {getattr(route, "path", "") for route in request.app.routes}
+        messages = {
+            404: f"{path}: no such route" + (f"; did you mean /v1{path}?" if f"/v1{path}" in known else ""),
+            405: f"{request.method} is not allowed here" + (f"; use {allowed}" if allowed else ""),
+        }
         codes = {404: "route_not_found", 405: "method_not_allowed"}
         body = error_body(
             error.status_code, messages.get(error.status_code, str(error.detail)), code=codes.get(error.status_code)

@@ -7,6 +7,7 @@ separated by commas in the variable.
 from __future__ import annotations
 
 import argparse
+import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,7 +125,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> RouterConfig:
     """Return the configuration of a command line. Exits with a message for a value that can't be (argparse's way)."""
     parser = _parser()
-    flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1, cutoff=0.6)
+        parser.error(f"{word}: no such flag; " + (f"did you mean {near[0]}?" if near else "see --help"))
+    flags = {k: v for k, v in vars(args).items() if v is not None}
     values: dict[str, Any] = {}
     for field, kind in _kinds().items():
         variable = ENV_PREFIX + field.upper()

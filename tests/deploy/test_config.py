@@ -151,6 +151,22 @@ def test_file_that_is_no_mapping_is_one_line_of_error(load, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "model: m\ndevice:cpu\ndtype: float32",
+            ", line 3: not YAML: could not find expected ':' (while scanning a simple key, line 2)",
+        ),
+        ("model: m\n\tx: 1", ", line 2: not YAML: found character '\\t' that cannot start any token"),
+    ],
+)
+def test_syntax_error_names_its_line(load, tmp_path: Path, text: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).startswith(f"{tmp_path / 'cluster.yaml'}{wanted}")
+
+
 def test_missing_model_folder_names_what_was_looked_for(load) -> None:
     with pytest.raises(ConfigError, match=r"/nowhere/config\.json does not exist; wanted a folder"):
         load("model: /nowhere")

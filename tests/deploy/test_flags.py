@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.flags import FIELDS, ConfigError, add_engine_flags, engine_config
+from engine.flags import FIELDS, ConfigError, add_engine_flags, engine_config, parse_flags
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -95,6 +95,23 @@ def test_error_names_field_value_origin_and_remedy(yaml: dict, wanted: str) -> N
     args = argparse.Namespace()
     with pytest.raises(ConfigError) as caught:
         engine_config(args, role="decode", yaml_section={"model": "m", **yaml}, environ={})
+    assert str(caught.value) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--max-num-seq", "3"], "--max-num-seq: no such flag; did you mean --max-num-seqs?"),
+        (["--block-sise=128"], "--block-sise: no such flag; did you mean --block-size?"),
+        (["--xyzzy"], "--xyzzy: no such flag; see --help"),
+        (["stray"], "stray: one argument too many; see --help"),
+    ],
+)
+def test_unknown_flag_is_one_line_with_the_nearest_one(words: list[str], wanted: str) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_flags(parser)
+    with pytest.raises(ConfigError) as caught:
+        parse_flags(parser, words)
     assert str(caught.value) == wanted
 
 

@@ -54,6 +54,16 @@ def test_what_the_framework_refuses_is_an_error_object_too(cluster, method, path
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def test_path_without_its_version_gets_the_right_one_suggested(cluster):
+    assert cluster.http.post("/chat/completions").json()["error"]["message"] == (
+        "/chat/completions: no such route; did you mean /v1/chat/completions?"
+    )
+
+
+def test_wrong_method_is_told_the_right_one(cluster):
+    assert cluster.http.get("/v1/completions").json()["error"]["message"] == "GET is not allowed here; use POST"
+
+
 def test_request_id_is_cleaned_and_echoed(cluster):
     body = {"model": "dsv4-tiny", "prompt": [5, 6], "max_tokens": 1}
     answer = cluster.post("/v1/completions", body)

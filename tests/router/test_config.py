@@ -40,6 +40,8 @@ def test_the_name_is_the_folders_unless_given(tmp_path):
         (FLAGS, {"ISTHMUS_DEFAULT_THINKING": "maybe"}, "ISTHMUS_DEFAULT_THINKING"),
         ([*FLAGS, "--queue-timeout-s", "0"], {}, "queue_timeout_s"),
         ([*FLAGS, "--max-queue", "0"], {}, "max_queue"),
+        ([*FLAGS, "--max-quue=3"], {}, "--max-quue: no such flag; did you mean --max-queue?"),
+        ([*FLAGS, "--xyzzy", "3"], {}, "--xyzzy: no such flag; see --help"),
     ],
 )
 def test_values_that_cannot_be_are_named(capsys, flags, environ, text):
