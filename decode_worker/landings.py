@@ -25,6 +25,8 @@ from router.protocol import ReserveRequest
 WRITER_LOST_GRACE_S = 1.0
 """How long the blocks of a dead writer stay held: what its kernel had taken over may still arrive on the lane."""
 
+_LOST_KEPT = 256
+
 ASK_WRITER_S = 2.0
 """How long a quarantined landing waits for its writer's word before, and between, asking for it."""
 
@@ -45,7 +47,6 @@ class Held:
     state: LandingState = LandingState.OPEN
     words: dict[int, str] = dataclasses.field(default_factory=dict)
     first_token: int = -1
-    free_at: float | None = None
     ask_at: float | None = None
 
 
@@ -82,6 +83,7 @@ class LandingTable:
         self.agents: tuple[str, ...] = ()
         self._held: dict[int, Held] = {}
         self._key_of: dict[str, int] = {}
+        self._lost: dict[int, float] = {}  # generations of dead writers: when what they held is free
         self._next_key = 1
         self.num_stale = 0
         self.num_failures = 0
@@ -175,19 +177,20 @@ class LandingTable:
         return True
 
     def writer_lost(self, generation: int, now: float) -> list[LandingFailed]:
-        """The prefill group of that generation is dead: its landings end, and are free after a grace."""
-        failures = []
-        for held in list(self._held.values()):
-            if held.request.writer_generation == generation:
-                held.free_at = now + WRITER_LOST_GRACE_S
-                failures += [f for f in [self._fail(held, "the prefill worker died")] if f]
-        return failures
+        """The prefill group of that generation is dead: its landings end, and are free after a grace.
+
+        Those that come later, from a router that does not know it yet, end with the next `expire`.
+        """
+        self._lost.setdefault(generation, now + WRITER_LOST_GRACE_S)
+        while len(self._lost) > _LOST_KEPT:
+            del self._lost[next(iter(self._lost))]
+        return self._fail_lost()
 
     def expire(self, now: float) -> list[LandingFailed]:
-        """End landings whose time is up, free those of dead writers whose grace is over."""
-        failures: list[LandingFailed] = []
+        """End landings whose time is up or whose writer is dead; free the latter once their grace is over."""
+        failures = self._fail_lost()
         for held in list(self._held.values()):
-            if held.free_at is not None and now >= held.free_at:
+            if now >= self._lost.get(held.request.writer_generation, float("inf")):
                 self._free(held)
             elif held.state is LandingState.OPEN and now >= held.deadline:
                 failures.append(
@@ -207,7 +210,8 @@ class LandingTable:
         """
         due = []
         for held in self._held.values():
-            if held.state is LandingState.QUARANTINED and held.free_at is None and held.request.writer_url:
+            is_silent = held.request.writer_generation not in self._lost
+            if held.state is LandingState.QUARANTINED and is_silent and held.request.writer_url:
                 if held.ask_at is not None and now >= held.ask_at:
                     due.append(held)
                 if held.ask_at is None or now >= held.ask_at:
@@ -225,6 +229,10 @@ class LandingTable:
         if word.first_token < 0 or held.first_token not in (-1, word.first_token):
             return f"first token {word.first_token}, another rank was told {held.first_token}"
         return ""
+
+    def _fail_lost(self) -> list[LandingFailed]:
+        lost = [h for h in self._held.values() if h.request.writer_generation in self._lost]
+        return [failed for held in lost if (failed := self._fail(held, "the prefill worker died"))]
 
     def _fail(self, held: Held, reason: str) -> LandingFailed | None:
         """Quarantine an open landing; None if the router was told already."""

@@ -225,20 +225,17 @@ class Attempt:
     async def _abort(self) -> None:
         """Tell prefill, then decode, that the request is over.
 
-        Without prefill's word decode keeps the landing until the registry finds prefill to be dead and says so.
+        Without prefill's word decode keeps the landing until it hears that prefill is dead, and a little longer: what
+        a dead process had given to its kernel may still arrive.
         """
         drained = not self._handed_over
         if self._stage == "prefilling" or (self._handed_over and not self._has_landed):
             request = AbortRequest(request_id=self.request_id, landing=self._landing)
             reply = await self._abort_at(self.pair.prefill, self._generations[0], request)
-            drained = reply.drained if reply is not None else self._prefill_is_dead()
+            drained = reply is not None and reply.drained
         if self._needs_decode:
             request = AbortRequest(request_id=self.request_id, drained=drained)
             await self._abort_at(self.pair.decode, self._generations[1], request)
-
-    def _prefill_is_dead(self) -> bool:
-        prefill, generation = self.pair.prefill, self._generations[0]
-        return prefill.generation != generation or prefill.dead_generation == generation
 
     async def _abort_at(self, worker: Worker, generation: int, request: AbortRequest) -> AbortReply | None:
         """Return the worker's answer; None if it is out of reach (it hears of it when it is back) or another by now."""

@@ -202,6 +202,21 @@ def test_dead_writer_frees_its_landings_after_a_grace_and_no_others() -> None:
     assert books.table.open_requests() == ["b"]
 
 
+def test_landing_of_a_writer_that_is_dead_already_ends_and_is_free_after_the_grace() -> None:
+    """A router that does not know of the death yet reserves for it, or has reserved and aborts after the news."""
+    books = Books()
+    books.reserve("before")
+    books.table.writer_lost(WRITER, 10.0)
+    books.table.writer_lost(WRITER, 10.9)  # told again: the grace does not begin anew
+    books.reserve("after")
+    books.table.abort("after", drained=False)
+    books.reserve("late")
+    assert [f.request_id for f in books.table.expire(10.0 + WRITER_LOST_GRACE_S / 2)] == ["late"]
+    assert books.table.quarantined_blocks == 6
+    books.table.expire(10.0 + WRITER_LOST_GRACE_S)
+    assert books.is_all_free()
+
+
 def test_growth_promised_to_a_cancelled_landing_is_free_before_its_blocks_are() -> None:
     books = Books()
     books.reserve(tokens=100, max_tokens=1000)

@@ -325,6 +325,25 @@ def test_a_dead_prefill_worker_frees_its_landings_and_is_replaced(make_cluster, 
         cluster.assert_clean()
 
 
+def test_death_of_a_prefill_worker_is_no_proof_that_its_writes_have_ended(make_cluster):
+    """What its kernel had taken over may still arrive: only decode's grace after /writer_lost makes the blocks free."""
+    with make_cluster(num_prefills=2) as cluster:
+        cluster.wait(lambda: len(cluster.router.registry.ready_pairs()) == 2)
+        calls, held = cluster.decodes[0].calls, cluster.hold("prefill_gate")
+        with in_background(cluster, body()) as answer:
+            cluster.wait(lambda: held.reached)
+            victim = next(p for p in cluster.prefills if p.running)
+            cluster.call(victim.kill)
+            cluster.wait(lambda: [m for path, m in calls if path == "/abort" and not m.request_id.startswith("warm-")])
+            cluster.wait(lambda: "/writer_lost" in [path for path, _ in calls])
+            cluster.let_go(held)
+            answer.result(20)
+        aborts = [m for path, m in calls if path == "/abort" and not m.request_id.startswith("warm-")]
+        assert [abort.drained for abort in aborts] == [False]
+        cluster.call(victim.running.clear)
+        cluster.assert_clean()
+
+
 def test_with_no_prefill_left_requests_are_refused_soon(make_cluster):
     with make_cluster() as cluster:
         cluster.call(cluster.prefills[0].kill)
