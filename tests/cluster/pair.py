@@ -241,7 +241,7 @@ class Pair:
         wrap=lambda transport: transport,
         **options,
     ):
-        registry = LocalRegistry()
+        self.registry = registry = LocalRegistry()
         make = {
             "local": lambda name: LocalTransport(name, registry),
             "nixl": lambda name: Neighbourly(NixlTransport(name), lambda: self.decode.pump()),
@@ -277,9 +277,15 @@ class Pair:
         """What stands between the writes of prefill and their bytes (local transport)."""
         return self.prefill.transport.gate
 
+    @property
+    def is_held(self):
+        """A write has begun and stands at the gate."""
+        return self.gate._budget == 0 and bool(self.registry.in_flight)
+
     def restart_prefill(self):
         """As after SIGKILL: nothing of the old group runs any more; the new one knows nothing of it."""
         self.prefill.transport.close()
+        self.registry.in_flight.clear()
         old, self.prefill = self.prefill, self._make_prefill(self.prefill.generation + 100)
         self.link()
         return old

@@ -103,10 +103,9 @@ def wait_is_needed(pair, rounds):
 
 def hold_a(pair, rng):
     """Send A and hold its transfer in the middle: about 4 of 8 blocks are at decode."""
-    gate = pair.gate
-    gate.hold(rng.randrange(3 * PIECES_OF_A_BLOCK, 5 * PIECES_OF_A_BLOCK))
+    pair.gate.hold(rng.randrange(3 * PIECES_OF_A_BLOCK, 5 * PIECES_OF_A_BLOCK))
     a = pair.send(f"a{len(pair.requests)}", prompt_of(1, 8 * BLOCK - 20), 3, timeout_s=50.0)
-    pair.run_until(lambda: gate._budget == 0)
+    pair.run_until(lambda: pair.is_held)
     for _ in range(rng.randrange(6)):
         pair.step()
     return a
@@ -163,7 +162,7 @@ def ack_lost(pair, rng):
 
 def prefill_killed_while_held(pair, rng):
     a = hold_a(pair, rng)
-    stray = pair.prefill.transport._registry.in_flight[-1]
+    (stray,) = pair.registry.in_flight
     generation = pair.prefill.generation
     if rng.randrange(2):
         # The router has found out first, and ends the request with what it knows: nothing.
@@ -482,7 +481,7 @@ def test_write_that_fails_midway_ends_the_request(pieces, pair, colocated):
     """Its 3 blocks and the state record are 10 pieces."""
     pair.gate.hold(pieces)
     a = pair.send("a", prompt_of(1, LENGTH), 4)
-    pair.run_until(lambda: pair.gate._budget == 0)
+    pair.run_until(lambda: pair.is_held)
     for _ in range(8):
         pair.step()
     pair.gate.fail("the cable was pulled")
@@ -495,7 +494,7 @@ def test_write_that_fails_midway_ends_the_request(pieces, pair, colocated):
 def test_drained_word_that_can_not_be_sent_goes_over_http(pair, colocated):
     pair.gate.hold(4)
     a = pair.send("a", prompt_of(1, LENGTH), 4)
-    pair.run_until(lambda: pair.gate._budget == 0)
+    pair.run_until(lambda: pair.is_held)
     pair.leave(a)
     pair.prefill.transport.disconnect(pair.decode.endpoints[0].agent)
     pair.gate.open()
