@@ -95,7 +95,12 @@ FIELDS = (
     Field("threads", _PLACE, "CPU threads of a rank's arithmetic; small models are fastest with one", (), 1, 1024),
     Field("numa_node", _PLACE, "NUMA node to pin to; -1: not pinned", (), -1, 1023),
     Field("cpus", _PLACE, "CPU list such as 0-15,32 in place of the node's own"),
-    Field("transport", _NET, "what carries the cache: nixl, ucxx or local", ("--disaggregation-transfer-backend",)),
+    Field(
+        "transport",
+        _NET,
+        "what carries the cache: nixl; ucxx is not there yet, local serves tests inside one process",
+        ("--disaggregation-transfer-backend",),
+    ),
     Field("host", _NET, "address that the leader listens on"),
     Field("port", _NET, "port that the leader listens on; 0: a free one", (), 0, 65535),
     Field("worker_id", _NET, "name of the group in /topology and logs"),
