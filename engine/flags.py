@@ -98,7 +98,7 @@ FIELDS = (
     Field(
         "transport",
         _NET,
-        "what carries the cache: nixl; ucxx is not there yet, local serves tests inside one process",
+        "what carries the cache: nixl, or ucxx where it is installed; local serves tests inside one process",
         ("--disaggregation-transfer-backend",),
     ),
     Field("host", _NET, "address that the leader listens on"),
