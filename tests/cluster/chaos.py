@@ -24,6 +24,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 READY_TIMEOUT_S = 60.0
 AGAIN_AT_ONCE = 0.25  # of the strikes
 AT_BIRTH = 0.3  # of those that follow at once: the next process that Ray starts, before anybody knows it
+PAUSE_S = (2.0, 8.0)  # between being ready and the next strike
 LEAVERS = 0.15  # of the requests
 
 
@@ -84,7 +85,7 @@ class Killer:
                 self._stop.wait(self._rng.uniform(0, 1.5))
                 continue
             self._await_ready(target, before)
-            self._stop.wait(self._rng.uniform(1.0, 6.0))
+            self._stop.wait(self._rng.uniform(*PAUSE_S))
 
     def _strike(self, target: str, number: signal.Signals, pid: int) -> bool:
         """Signal a process of ours; return False if it is gone, or stopped already."""

@@ -19,6 +19,7 @@ import pytest
 HERE = Path(__file__).parent
 MODEL = "oracle-tiny"
 NUM_CLIENTS = 16
+POOL_SIZE = 100
 DEADLINE_S = 90.0
 FULL_S = 600.0
 LONG_S = float(os.environ.get("ISTHMUS_CHAOS_SECONDS", FULL_S))
@@ -87,14 +88,12 @@ def _resumed_requests(cluster: Any) -> set[str]:
     return set(re.findall(r"request (\S+): .*, [1-9]\d* resumes", log.read_text(errors="replace")))
 
 
-def run_chaos(cluster: Any, *, seconds: float, pool_size: int, seed: int, say: Any) -> dict[str, Any]:
+def run_chaos(cluster: Any, *, seconds: float, pool: list[Any], seed: int, say: Any) -> dict[str, Any]:
     """Serve 16 clients for `seconds` while processes die; fails on anything but right answers and clear errors."""
-    rng = random.Random(seed)
     cluster.await_ready()
-    pool = [load.random_request(rng) for _ in range(pool_size)]
     answers = _answers_of(cluster, pool)
     before = baseline.await_idle(cluster)
-    say(f"{pool_size} reference answers, {sum(len(a.tokens) for a in answers)} tokens")
+    say(f"{len(pool)} reference answers, {sum(len(a.tokens) for a in answers)} tokens")
 
     killer = chaos.Killer(cluster, seed, say=say)
     end = time.monotonic() + seconds
@@ -104,12 +103,12 @@ def run_chaos(cluster: Any, *, seconds: float, pool_size: int, seed: int, say: A
     def client_thread(own: random.Random) -> None:
         client = load.Client(cluster.port, MODEL, deadline_s=DEADLINE_S)
         while time.monotonic() < end and cluster.process.poll() is None:
-            n = own.randrange(pool_size)
+            n = own.randrange(len(pool))
             leaves = own.expovariate(1.0) if own.random() < chaos.LEAVERS else None
             outcome = client.send(pool[n], f"chaos-{next(numbers)}", stream=own.random() < 0.5, leaves_after_s=leaves)
             outcomes.append((n, outcome))
             if outcome.kind in ("closed", "error"):
-                time.sleep(1.0)  # as a client that tries again would
+                time.sleep(1.0 + own.random())  # as a client that tries again would
         client.close()
 
     killer.start()
@@ -159,17 +158,27 @@ def say(capsys: pytest.CaptureFixture[str]) -> Any:
     return say
 
 
-def test_random_deaths_under_load_give_right_answers_or_clear_errors(chaos_cluster, say) -> None:
-    counts = run_chaos(chaos_cluster, seconds=25, pool_size=24, seed=3, say=lambda text: None)
+def test_random_deaths_under_load_give_right_answers_or_clear_errors(chaos_cluster) -> None:
+    rng = random.Random(3)
+    pool = [load.random_request(rng, prompt_tokens=(1, 300), max_tokens=(1, 40)) for _ in range(16)]
+    counts = run_chaos(chaos_cluster, seconds=25, pool=pool, seed=3, say=lambda text: None)
     assert counts["right"] > 0 and counts["strikes"] > 0
 
 
 @pytest.mark.long
 def test_ten_minutes_of_random_deaths_under_load(chaos_cluster, say) -> None:
-    counts = run_chaos(chaos_cluster, seconds=LONG_S, pool_size=100, seed=SEED, say=say)
+    rng = random.Random(SEED)
+    pool = [load.random_request(rng) for _ in range(POOL_SIZE)]
+    counts = run_chaos(chaos_cluster, seconds=LONG_S, pool=pool, seed=SEED, say=say)
     assert counts["right"] > 0 and counts["right_after_resume"] > 0
     if LONG_S >= FULL_S:
-        conditions = {"seconds": LONG_S, "seed": SEED, "clients": NUM_CLIENTS, "prompt_tokens": [1, 700]}
+        conditions = {
+            "seconds": LONG_S,
+            "seed": SEED,
+            "clients": NUM_CLIENTS,
+            "distinct_requests": POOL_SIZE,
+            "prompt_tokens": [1, 700],
+        }
         conditions |= {
             "max_tokens": [1, 60],
             "leavers": chaos.LEAVERS,
