@@ -138,6 +138,7 @@ class Report:
     right: int = 0
     resumed: int = 0
     left: int = 0
+    longest_s: float = 0.0
     errors: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -151,6 +152,7 @@ def judge(
 ) -> None:
     """Count one outcome, or call it a fault. expected: the outcome of the same request, undisturbed."""
     where = f"{outcome.request_id} ({outcome.ended - outcome.began:.1f} s, {len(outcome.tokens)} tokens)"
+    report.longest_s = max(report.longest_s, outcome.ended - outcome.began)
     was_struck = any(outcome.began <= until and outcome.ended >= since for since, until in router_outages)
     if outcome.tokens != expected.tokens[: len(outcome.tokens)]:
         report.faults.append(f"{where}: wrong tokens: {outcome.tokens}, expected {expected.tokens}")
@@ -168,7 +170,8 @@ def judge(
     elif outcome.kind == "error":
         if outcome.finish_reason is not None or not outcome.detail.startswith(("5", "event ")):
             report.faults.append(f"{where}: no clear error: {outcome}")
-        report.errors[outcome.detail] += 1
+        else:
+            report.errors[outcome.detail] += 1
     elif outcome.kind == "closed" and was_struck:
         report.errors["closed by the router's death"] += 1
     else:
@@ -187,20 +190,25 @@ def router_outages(strikes: list[Strike], *, until: float) -> list[tuple[float, 
 
 def table(report: Report, strikes: list[Strike]) -> dict[str, Any]:
     """Return the counts, as they are printed and kept."""
-    times = sorted(s.seconds_to_ready for s in strikes if s.seconds_to_ready is not None)
+    times = {
+        name: [s.seconds_to_ready for s in strikes if s.seconds_to_ready is not None and s.signal == name]
+        for name in ("SIGKILL", "SIGSTOP")
+    }
     kinds = collections.Counter(f"{s.signal} {s.target}" for s in strikes)
     return {
         "requests": report.num_requests,
         "right": report.right,
         "right_after_resume": report.resumed,
         "client_left": report.left,
+        "seconds_of_longest_request": round(report.longest_s, 1),
         "errors": dict(sorted(report.errors.items())),
         "faults": len(report.faults),
         "strikes": len(strikes),
         "strikes_by_kind": dict(sorted(kinds.items())),
         "strikes_followed_at_once": sum(s.seconds_to_ready is None for s in strikes),
         "seconds_to_ready": {
-            "p50": round(statistics.median(times), 1) if times else None,
-            "max": round(times[-1], 1) if times else None,
+            name: {"p50": round(statistics.median(seconds), 1), "max": round(max(seconds), 1)}
+            for name, seconds in times.items()
+            if seconds
         },
     }

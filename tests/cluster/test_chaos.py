@@ -158,6 +158,28 @@ def say(capsys: pytest.CaptureFixture[str]) -> Any:
     return say
 
 
+EXPECTED = load.Outcome("whole", "r", 0.0, 1.0, [5, 6, 7], "length")
+NEVER_RIGHT = {
+    "wrong token": ("whole", [5, 9, 7], "length", ""),
+    "fake stop": ("whole", [5, 6], "stop", ""),
+    "wrong token before an error": ("error", [9], None, "event worker_lost"),
+    "wrong token before the client left": ("left", [9], None, ""),
+    "finish reason and then an error": ("error", [5, 6, 7], "length", "event internal"),
+    "blame on the client": ("error", [], None, "400 None"),
+    "connection cut by a router that was not struck": ("closed", [5], None, "cut"),
+    "hang": ("hang", [5], None, ""),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_RIGHT)
+def test_judgement_lets_nothing_wrong_pass(name: str) -> None:
+    kind, tokens, finish_reason, detail = NEVER_RIGHT[name]
+    report = chaos.Report()
+    outcome = load.Outcome(kind, "r", 10.0, 11.0, tokens, finish_reason, detail)
+    chaos.judge(report, outcome, EXPECTED, router_outages=[(0.0, 9.0), (12.0, 13.0)], resumed=set())
+    assert len(report.faults) == report.num_requests == 1
+
+
 def test_random_deaths_under_load_give_right_answers_or_clear_errors(chaos_cluster) -> None:
     rng = random.Random(3)
     pool = [load.random_request(rng, prompt_tokens=(1, 300), max_tokens=(1, 40)) for _ in range(16)]
