@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,21 +129,32 @@ def require_nixl() -> None:
         pytest.skip("needs the package nixl-cu13")
 
 
+def require_transport(kind: str) -> Any:
+    """Return the class of a transport between processes, or skip the test."""
+    if kind == "nixl":
+        require_nixl()
+        from kv_transfer.nixl_transport import NixlTransport
+
+        return NixlTransport
+    if importlib.util.find_spec("ucxx") is None:
+        pytest.skip("needs the package ucxx-cu13: pip install '.[ucxx]'")
+    from kv_transfer.ucxx_transport import UcxxTransport
+
+    return UcxxTransport
+
+
 def make_cluster(kind: str, layout: KVLayout) -> Iterator[Cluster]:
     if kind == "local":
         registry = LocalRegistry()
         cluster = Cluster(kind, layout, lambda name: LocalTransport(name, registry))
     else:
-        require_nixl()
-        from kv_transfer.nixl_transport import NixlTransport
-
-        cluster = Cluster(kind, layout, NixlTransport)
+        cluster = Cluster(kind, layout, require_transport(kind))
     yield cluster
     for side in cluster.sides:
         side.transport.close()
 
 
-@pytest.fixture(params=["local", "nixl"])
+@pytest.fixture(params=["local", "nixl", "ucxx"])
 def cluster(request: pytest.FixtureRequest, layout: KVLayout) -> Iterator[Cluster]:
     yield from make_cluster(request.param, layout)
 

@@ -1,4 +1,4 @@
-"""A decode rank's transport in a process of its own. Run as `python receiver.py NAME GENERATION POOL_BYTES`.
+"""A decode rank's transport in a process of its own. Run as `python receiver.py TRANSPORT NAME GENERATION POOL_BYTES`.
 
 Prints its endpoint in hex, then answers each line of its input: "state" with the CRC of its pool and what has arrived,
 "leave" by ending. In between it polls.
@@ -15,15 +15,17 @@ import numpy as np
 
 from kv_transfer.landing import PoolAddress, encode
 from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transport import KvTransport
+from kv_transfer.ucxx_transport import UcxxTransport
 
 
-def main(name: str, generation: int, pool_bytes: int) -> None:
+def main(kind: str, name: str, generation: int, pool_bytes: int) -> None:
     arrays = {"kv": np.zeros(pool_bytes, dtype=np.uint8), "scratch": np.zeros(4096, dtype=np.uint8)}
     pools = [
         PoolAddress(name=pool, base=array.ctypes.data, unit_bytes=4096, num_units=array.size // 4096)
         for pool, array in arrays.items()
     ]
-    transport = NixlTransport(name)
+    transport: KvTransport = {"nixl": NixlTransport, "ucxx": UcxxTransport}[kind](name)
     endpoint = transport.register(pools, generation=generation, rank=0)
     print(encode(endpoint).hex(), flush=True)
     arrived: list[str] = []
@@ -37,4 +39,4 @@ def main(name: str, generation: int, pool_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
