@@ -1,0 +1,73 @@
+"""A group that dies is started again, also when one of its processes dies before it has said a word."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy import cluster as deploy_cluster
+from deploy.config import load_cluster_config
+from deploy.group import Member, StartFailed
+from deploy.progress import Progress
+
+ORACLE = Path(__file__).resolve().parents[1] / "oracle" / "tiny"
+
+
+class Group:
+    """Stands for deploy.group.Group; its first `failures` starts fail as Ray's do."""
+
+    id, config, placement = "prefill-0", SimpleNamespace(role="prefill"), None
+    was_ready, num_starts, generation, url = True, 1, 0, "http://127.0.0.1:1"
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.calls = failures, []
+        self.restarts: deque[float] = deque()
+        self.members: list[Member] = []
+
+    def create(self) -> None:
+        self.calls.append("create")
+
+    def start(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StartFailed("prefill-0: Ray did not start its processes: the actor died")
+        self.calls.append("started")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def read_address(self, timeout_s: float) -> bool:
+        return True
+
+
+@pytest.fixture
+def restart(tmp_path: Path) -> Any:
+    """A function that lets a group's rank die in a cluster that allows three restarts."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("supervisor: {max_restarts: 3, restart_backoff_s: 0.001}\n")
+    config = load_cluster_config(argparse.Namespace(config=str(path), model=str(ORACLE)), {})
+    progress = Progress(Console(file=io.StringIO()))
+    checked = SimpleNamespace(placements=(), topology=None)
+    made = deploy_cluster._Cluster(
+        config, checked, run_dir=tmp_path, environ={"XDG_STATE_HOME": str(tmp_path)}, progress=progress
+    )
+    yield lambda group: made._restart_group(group, [(Member("prefill-0 rank 0", None, None, 1, path), "killed")])
+    made._http.close()
+
+
+def test_death_at_birth_counts_as_one_more_restart(restart: Any) -> None:
+    group = Group(failures=2)
+    restart(group)
+    assert group.calls == ["end", "create", "end", "create", "end", "create", "started"]
+
+
+def test_group_that_never_starts_ends_the_cluster_with_the_number_of_tries(restart: Any) -> None:
+    with pytest.raises(deploy_cluster.ClusterFailed, match="max_restarts = 3"):
+        restart(Group(failures=100))
