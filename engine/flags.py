@@ -186,7 +186,22 @@ def resolve(layers: Sequence[Layer], *, role: WorkerRole) -> tuple[EngineConfig,
             origins[name] = layer.origin
     if not values.get("model"):
         raise ConfigError(f"model: not given; add --model FOLDER, set {ENVIRONMENT_PREFIX}MODEL, or `model:` in YAML")
-    return EngineConfig(role=role, **values), origins  # type: ignore[arg-type]
+    config = EngineConfig(role=role, **values)  # type: ignore[arg-type]
+    _require_transport(config, origins["transport"])
+    return config, origins
+
+
+def _require_transport(config: EngineConfig, origin: str) -> None:
+    """Refuse a transport that can't carry the cache of this group from process to process."""
+    if config.transport == "local":
+        raise ConfigError(
+            f"transport = 'local' ({origin}): works inside one process only, and every rank is a process of its own; "
+            "wanted nixl, or ucxx where NIXL does not start"
+        )
+    if config.transport == "ucxx" and config.device != "cpu":
+        raise ConfigError(
+            f"transport = 'ucxx' ({origin}): carries host memory only, and device is {config.device!r}; wanted nixl"
+        )
 
 
 def require_known(name: str, known: Mapping[str, object] | Sequence[str], *, where: str) -> None:

@@ -187,9 +187,11 @@ def _transport_maker(config: EngineConfig) -> Callable[[], KvTransport]:
         from kv_transfer.nixl_transport import NixlTransport
 
         return lambda: NixlTransport(config.worker_id)
-    raise ValueError(
-        f"transport {config.transport!r}: between processes there is nixl; local works inside one process only (tests)"
-    )
+    if config.transport == "ucxx":
+        from kv_transfer.ucxx_transport import UcxxTransport
+
+        return lambda: UcxxTransport(config.worker_id, host=config.host)
+    raise ValueError(f"transport {config.transport!r}: works inside one process only (tests); use nixl or ucxx")
 
 
 def _find_leader(run_dir: Path) -> LeaderAddress:
