@@ -31,6 +31,8 @@ _ENVIRONMENT = {
     # we choose GPUs by NUMA node; Ray would hide them from an actor that asks it for none
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would run leaders and ranks at nice 15: on a busy host they would starve, and be taken for stopped
+    "RAY_worker_niceness": "0",
     # a head that is gone for a minute is no reason to end every process
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }

@@ -75,6 +75,12 @@ def test_every_leader_and_rank_is_a_process_of_its_own(cluster) -> None:
     assert set(pids) <= family
 
 
+def test_leaders_and_ranks_have_the_priority_of_the_command(cluster) -> None:
+    workers = cluster.workers().values()
+    pids = [pid for worker in workers for pid in (worker["leader_pid"], *(rank["pid"] for rank in worker["ranks"]))]
+    assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process(cluster.process.pid).nice()}
+
+
 def test_topology_names_the_pair_its_transport_and_its_lane(cluster) -> None:
     (pair,) = cluster.topology()["pairs"]
     assert (pair["prefill"], pair["decode"], pair["state"]) == ("prefill-0", "decode-0", "ready")
