@@ -89,6 +89,8 @@ class DecodeWorker:
             raise errors.InvalidRequest(f"prompt_token_ids: {len(tokens)} tokens; must be 1 to {limit - 1}")
         if not all(0 <= t < self._vocab_size for t in tokens):
             raise errors.InvalidRequest(f"prompt_token_ids: ids must be 0 to {self._vocab_size - 1}")
+        if not all(0 <= t < self._vocab_size for t in request.sampling.logit_bias):
+            raise errors.InvalidRequest(f"logit_bias: ids must be 0 to {self._vocab_size - 1}")
         if request.request_id in self._sequences:
             raise errors.InvalidRequest(f"request_id {request.request_id!r} is running here")
         landing = self.landings.reserve(request, self._clock())

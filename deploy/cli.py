@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from engine.flags import ConfigError, parse_flags
 
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
+    if words[0] == "--version":
+        print(f"isthmus {metadata.version('isthmus')}")
+        return 0
     name, rest = words[0], words[1:]
     if name not in VERBS:
         print(f"isthmus: no such command: {name}\n\n{_overview()}", file=sys.stderr)
@@ -54,10 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @verb("up", "start a cluster from a YAML file and watch it until Ctrl-C")
 def _up(argv: list[str]) -> int:
-    from deploy.config import add_cluster_flags, load_cluster_config
+    from deploy.config import add_cluster_flags, load_cluster_config, unknown_variables
 
     parser = _parser("up", "Start Ray, the worker groups and the router; show them getting ready; stop with Ctrl-C.")
     add_cluster_flags(parser)
+    for line in unknown_variables(os.environ):
+        print(f"isthmus up: {line}", file=sys.stderr)
     config = load_cluster_config(parse_flags(parser, argv), os.environ)
     from deploy.cluster import up
     from deploy.progress import Progress
@@ -121,7 +127,7 @@ def _check(argv: list[str]) -> int:
 def _router(argv: list[str]) -> int:
     from router.__main__ import main as run
 
-    return run(argv)
+    return run(_with_model_folder(argv))
 
 
 @verb("prefill-worker", "run a prefill worker by hand (leader and ranks), = python -m prefill_worker")

@@ -23,8 +23,17 @@ import msgspec
 import yaml
 
 from deploy import tiny_model
+from engine import flags as engine_flags
 from engine.config import EngineConfig
-from engine.flags import FIELDS, ConfigError, Layer, add_engine_flags, environment_layer, require_known, resolve
+from engine.flags import (
+    FIELDS,
+    ConfigError,
+    Layer,
+    add_engine_flags,
+    environment_layer,
+    require_known,
+    resolve,
+)
 from router.config import RouterConfig
 from router.protocol import WorkerRole
 
@@ -142,6 +151,11 @@ def load_cluster_config(args: argparse.Namespace, environ: Mapping[str, str]) ->
         supervisor=_supervisor_settings(document, path),
         origins=origins,
     )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a line for each ISTHMUS_* variable that nothing reads: a misspelt one would be ignored in silence."""
+    return engine_flags.unknown_variables(environ, known=[*_ROUTER_OPTIONS, "prefill", "decode"])
 
 
 def resolve_model(model: str, environ: Mapping[str, str]) -> str:

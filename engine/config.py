@@ -9,6 +9,7 @@ import msgspec
 from router.protocol import WorkerRole
 
 Dtype = Literal["float32", "bfloat16"]
+Device = Literal["cpu", "cuda"]
 KvCacheDtype = Literal["fp32", "bf16", "packed"]
 IndexCacheDtype = Literal["fp8", "fp4"]
 TransportName = Literal["nixl", "local", "ucxx"]
@@ -50,7 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landings_ahead: int = 8
     waiting_ahead: int = 2
     ranks: int = 1
-    device: str = "cpu"
+    device: Device = "cpu"
     threads: int = 1
     transport: TransportName = "nixl"
     numa_node: int = -1

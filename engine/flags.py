@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -170,6 +170,24 @@ def environment_layer(environ: Mapping[str, str], *, infix: str = "") -> Layer:
     prefix = ENVIRONMENT_PREFIX + infix
     found = {name: environ[prefix + name.upper()] for name in _BY_NAME if environ.get(prefix + name.upper())}
     return Layer("environment", found)
+
+
+def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """Return a line for each ISTHMUS_* variable that no setting reads: a misspelt one would be ignored in silence.
+
+    known: names of settings beyond EngineConfig's.
+    """
+    names = {*_BY_NAME, *known}
+    roles = ("PREFILL_", "DECODE_", "ROUTER_")
+    lines = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        bare = next((name.removeprefix(role) for role in roles if name.startswith(role)), name)
+        if variable.startswith(ENVIRONMENT_PREFIX) and not names & {name.lower(), bare.lower()}:
+            near = difflib.get_close_matches(bare.lower(), sorted(names), n=1, cutoff=0.6)
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
+            lines.append(f"{variable}: no setting reads this variable{hint}")
+    return lines
 
 
 def resolve(layers: Sequence[Layer], *, role: WorkerRole) -> tuple[EngineConfig, dict[str, str]]:

@@ -176,7 +176,12 @@ class Front:
             seen = self._number
             await asyncio.sleep(HEARTBEAT_S)
             if self._number == seen:
-                self._publish([], await self._ask_stats() if self.state in ("ready", "draining") else self._stats)
+                try:
+                    stats = await self._ask_stats() if self.state in ("ready", "draining") else self._stats
+                except Exception:
+                    log.exception("the worker can't be asked for its gauges: the last ones are told again")
+                    stats = self._stats
+                self._publish([], stats)
 
     async def _read_frames(self, number: int, router: str) -> AsyncIterator[bytes]:
         """Yield frames from `number` on. Ends when the reader has fallen behind what is kept."""

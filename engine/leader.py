@@ -112,7 +112,7 @@ class _Leader:
         )
         loop: EngineLoop[Any] = EngineLoop(end, front)
         listener = _listen(config.host, config.port)
-        front.url = f"http://{config.host}:{listener.getsockname()[1]}"
+        front.url = f"http://{_advertised(config.host)}:{listener.getsockname()[1]}"
         routes = self._build(LeaderContext(config, plan=plan, model=model, loop=loop, front=front))
         routes.append(command("/drain", protocol.Ack, self._drain))
         if config.test_seams:
@@ -211,6 +211,16 @@ class _Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets or [self._listener])
+
+
+def _advertised(host: str) -> str:
+    """Return the host that peers are told: a wildcard is no address."""
+    if host in ("", "0.0.0.0", "::"):
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            host = "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _die_with_parent() -> None:

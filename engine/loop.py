@@ -220,6 +220,7 @@ class EngineLoop(Generic[W]):
                 if len(self._ready) == len(self._end.channels):
                     ranks = [self._ready[r] for r in sorted(self._ready)]
                     self.worker.on_ready(ranks)
+                    self._listener.on_outputs([], self.worker.stats())
                     self._listener.on_ready(ranks)
             case messages.RankFailed():
                 raise PeerGone(f"rank {rank}: {message.reason}")  # it has logged where

@@ -13,6 +13,8 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.layout import build_layout
 from kv_transfer.layout import KVLayout
 
+MIN_MODEL_LEN = 16  # the request that warms a pair must fit
+
 
 class PlanError(ValueError):
     """The configuration does not fit; the text has the numbers and the remedy."""
@@ -70,8 +72,10 @@ def plan_memory(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPlan:
             f"max_model_len {config.max_model_len}: the model was made for at most "
             f"{model.max_position_embeddings} positions; lower it"
         )
-    if config.role == "prefill" and config.max_num_batched_tokens < 1:
-        raise PlanError(f"max_num_batched_tokens {config.max_num_batched_tokens}: must be at least 1")
+    if 0 < config.max_model_len < MIN_MODEL_LEN:
+        raise PlanError(
+            f"max_model_len {config.max_model_len}: must be at least {MIN_MODEL_LEN}, or 0 for the model's own"
+        )
     ahead = config.landings_ahead if config.role == "decode" else config.waiting_ahead
     num_slots = config.max_num_seqs + ahead
     longest = config.max_model_len or model.max_position_embeddings

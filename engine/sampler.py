@@ -32,6 +32,11 @@ class SamplingState:
         self.has_penalties = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
+        self.bias: tuple[Tensor, Tensor] | None = (
+            None  # ids and values, built once: a request may bias a whole vocabulary
+        )
+        if params.logit_bias:
+            self.bias = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))
         self.stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)})
         self.prompt_ids: set[int] = set()
         self.output_counts: Counter[int] = Counter()
@@ -76,24 +81,16 @@ class Sampler:
         ]
 
     def _masked(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        rows: list[int] = []
-        columns: list[int] = []
-        values: list[float] = []
-        for row, state in enumerate(states):
-            for token_id, bias in state.params.logit_bias.items():
-                if 0 <= token_id < self.vocab_size:
-                    rows.append(row)
-                    columns.append(token_id)
-                    values.append(bias)
-            if state.num_outputs < state.params.min_tokens:
-                inside = [t for t in state.stop_ids if 0 <= t < self.vocab_size]
-                rows.extend([row] * len(inside))
-                columns.extend(inside)
-                values.extend([-math.inf] * len(inside))
-        if not rows:
+        if all(s.bias is None and s.num_outputs >= s.params.min_tokens for s in states):
             return logits
-        places = (self._ints(rows), self._ints(columns))
-        return logits.clone().index_put_(places, self._floats(values), accumulate=True)
+        logits = logits.clone()
+        for row, state in zip(logits, states, strict=True):
+            if state.bias is not None:
+                ids, values = state.bias
+                row.index_add_(0, ids.to(self.device), values.to(self.device, torch.float32))
+            if state.num_outputs < state.params.min_tokens:
+                row[self._ints([t for t in state.stop_ids if t < self.vocab_size])] = -math.inf
+        return logits
 
     def _penalised(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         rows = [row for row, state in enumerate(states) if state.has_penalties]

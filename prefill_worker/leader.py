@@ -82,6 +82,7 @@ def _build(context: LeaderContext) -> list[Route]:
         try:
             return await asyncio.wait_for(result, _LINK_TIMEOUT_S)
         except TimeoutError as e:
+            loop.call(lambda worker: worker.forget_link(on_result))
             raise errors.TransferFailed(f"no link to {message.worker_id} within {_LINK_TIMEOUT_S:.0f} s") from e
 
     async def unlink(message: protocol.WriterLost, _: Request) -> protocol.Message:

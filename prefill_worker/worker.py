@@ -173,6 +173,10 @@ class PrefillWorker:
         for data in request.endpoints:
             self._send(ConnectPeer(endpoint=data))
 
+    def forget_link(self, on_result: LinkCallback) -> None:
+        """Nobody waits for this /link any more."""
+        self._links = [link for link in self._links if link.on_result is not on_result]
+
     def unlink(self, request: WriterLost) -> None:
         """Forget a decode group. Pushes to it fail by themselves."""
         self._send(DisconnectPeer(generation=request.generation))
@@ -268,6 +272,8 @@ class PrefillWorker:
             raise errors.InvalidRequest(f"prompt_token_ids: {len(tokens)} tokens; must be 1 to {most}")
         if not all(0 <= t < self._vocab_size for t in tokens):
             raise errors.InvalidRequest(f"prompt_token_ids: ids must be 0 to {self._vocab_size - 1}")
+        if not all(0 <= t < self._vocab_size for t in request.sampling.logit_bias):
+            raise errors.InvalidRequest(f"logit_bias: ids must be 0 to {self._vocab_size - 1}")
         if request.landing is None:
             return None
         try:

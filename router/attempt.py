@@ -80,7 +80,7 @@ class Attempt:
         self._stage = "new"
         self._needs_decode = sampling.max_tokens - num_prior_outputs > 1
         self._landing: bytes | None = None
-        self._has_prefill_answer = self._handed_over = self._has_landed = False
+        self._handed_over = self._has_landed = False
         self._is_released = False
         self._inbox = Inbox()
         pair.decode.inboxes[request_id] = self._inbox
@@ -129,7 +129,6 @@ class Attempt:
                 result = await self._prefill(request)
         except TimeoutError:
             raise PhaseTimeout("prefill", self._timeouts.prefill_s) from None
-        self._has_prefill_answer = True
         self._handed_over = result.handed_over and self._landing is not None
         self.queue_s, self.compute_s = result.queue_s, result.compute_s
         self._leave_prefill()

@@ -162,10 +162,11 @@ class Exchange(Response):
         job, metrics = self._job, self._metrics
         metrics.finish(outcome)
         metrics.queue_time.observe(job.record.queue_s)
+        # Of every accepted request, whatever became of it: the two totals must follow one rule.
+        metrics.prompt_tokens.inc(job.usage.prompt_tokens)
         metrics.generation_tokens.inc(job.usage.completion_tokens)
         elapsed = time.monotonic() - job.record.arrived
         if outcome in ("stop", "length"):
-            metrics.prompt_tokens.inc(job.usage.prompt_tokens)
             metrics.e2e.observe(elapsed)
         if outcome == "aborted":
             metrics.disconnects.inc()

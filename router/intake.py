@@ -65,7 +65,7 @@ class Intake:
         """Return the job of a /v1/completions request. Raises ApiError."""
         fields = openai.parse(await read_body(request, self._config), CompletionRequest)
         self._check_model(fields)
-        prompt = openai.completion_prompt(fields, vocab_size=self.limits().vocab_size)
+        prompt = openai.completion_prompt(fields, limits=self.limits())
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ApiError(501, self._missing_tokenizer("a text prompt"), code="tokenizer_missing", param="prompt")

@@ -38,7 +38,7 @@ class Metrics:
         self.retries = Counter("isthmus_retries", "Requests tried again, by failure.", ["code"], registry=r)
         self.worker_failures = Counter("isthmus_worker_failures", "Failed tries at workers.", ["code"], registry=r)
         self.aborts_lost = Counter("isthmus_aborts_lost", "Aborts that no worker ever confirmed.", registry=r)
-        self.prompt_tokens = Counter("isthmus_prompt_tokens", "Prompt tokens of answered requests.", registry=r)
+        self.prompt_tokens = Counter("isthmus_prompt_tokens", "Prompt tokens of accepted requests.", registry=r)
         self.generation_tokens = Counter("isthmus_generation_tokens", "Tokens sent to clients.", registry=r)
         self.ttft = Histogram(
             "isthmus_time_to_first_token_seconds", "Arrival to first token.", buckets=_LATENCY_BUCKETS, registry=r

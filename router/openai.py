@@ -233,8 +233,9 @@ def _switch(kwargs: dict[str, Any], field: str) -> bool | None:
     return value
 
 
-def completion_prompt(request: CompletionRequest, *, vocab_size: int) -> str | list[int]:
-    """Return the one prompt, as text or as token ids. vocab_size 0: ids are not checked against it."""
+def completion_prompt(request: CompletionRequest, *, limits: Limits) -> str | list[int]:
+    """Return the one prompt, as text or as token ids. A limit of 0 is not known, and not checked."""
+    vocab_size = limits.vocab_size
     prompt: Any = request.prompt
     if isinstance(prompt, list) and prompt and all(isinstance(p, str | list) for p in prompt):
         if len(prompt) > 1:
@@ -244,6 +245,12 @@ def completion_prompt(request: CompletionRequest, *, vocab_size: int) -> str | l
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     if isinstance(prompt, str):
         return prompt
+    if limits.max_model_len and len(prompt) > limits.max_model_len:  # before millions of ids are looked at
+        raise InvalidRequest(
+            f"prompt: {len(prompt)} tokens exceed this model's maximum context of {limits.max_model_len}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
     for n, token in enumerate(prompt):
         if type(token) is not int:
             raise InvalidRequest(f"prompt[{n}]: expected a token id, found {_short(token)}", param="prompt")

@@ -313,6 +313,10 @@ class Registry:
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, BRING_UP_MAX_S)
                     continue
+                except Exception:
+                    log.exception("pair %s -> %s can't be brought up", pair.prefill.url, pair.decode.url)
+                    await asyncio.sleep(BRING_UP_MAX_S)
+                    continue
                 if pair.generations == generations and pair.linked == generations:
                     pair.warmed, pair.reason = generations, ""
                     log.info(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.flags import FIELDS, ConfigError, add_engine_flags, engine_config, parse_flags
+from engine.flags import FIELDS, ConfigError, add_engine_flags, engine_config, parse_flags, unknown_variables
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -122,3 +122,10 @@ def test_missing_model_says_where_to_give_it() -> None:
 
 def test_number_without_quotes_in_yaml_may_be_a_text() -> None:
     assert merged(yaml={"cpus": 3, "served_model_name": 4}).cpus == "3"
+
+
+def test_misspelt_variable_is_named_with_the_nearest_setting() -> None:
+    environ = {"ISTHMUS_MAX_NUM_SEQ": "3", "ISTHMUS_PREFILL_RANKS": "2", "ISTHMUS_MAX_QUEUE": "5", "PATH": "/bin"}
+    assert unknown_variables(environ, ["max_queue"]) == [
+        "ISTHMUS_MAX_NUM_SEQ: no setting reads this variable; did you mean ISTHMUS_MAX_NUM_SEQS?"
+    ]

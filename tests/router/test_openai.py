@@ -176,7 +176,7 @@ def test_completions_give_sixteen_tokens_by_default():
 )
 def test_prompts_of_every_shape(prompt, meant):
     request = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
-    assert completion_prompt(request, vocab_size=1000) == meant
+    assert completion_prompt(request, limits=LIMITS) == meant
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_prompts_of_every_shape(prompt, meant):
 )
 def test_prompts_that_make_no_sense_are_refused(prompt):
     request = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
-    assert refused(lambda: completion_prompt(request, vocab_size=1000)).param == "prompt"
+    assert refused(lambda: completion_prompt(request, limits=LIMITS)).param == "prompt"
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 17, "x" * 2000])
