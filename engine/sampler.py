@@ -32,11 +32,7 @@ class SamplingState:
         self.has_penalties = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
-        self.bias: tuple[Tensor, Tensor] | None = (
-            None  # ids and values, built once: a request may bias a whole vocabulary
-        )
-        if params.logit_bias:
-            self.bias = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))
+        self._bias: tuple[Tensor, Tensor] | None = None
         self.stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)})
         self.prompt_ids: set[int] = set()
         self.output_counts: Counter[int] = Counter()
@@ -44,6 +40,14 @@ class SamplingState:
             split = len(token_ids) - num_outputs
             self.prompt_ids = set(token_ids[:split])
             self.output_counts = Counter(token_ids[split:])
+
+    def bias(self, sampler: Sampler) -> tuple[Tensor, Tensor]:
+        """Return ids inside the vocabulary and their values; built once, since a request may bias all of it."""
+        if self._bias is None:
+            inside = {i: value for i, value in self.params.logit_bias.items() if 0 <= i < sampler.vocab_size}
+            ids = torch.tensor(list(inside), dtype=torch.int64, device=sampler.device)
+            self._bias = ids, torch.tensor(list(inside.values()), dtype=torch.float32, device=sampler.device)
+        return self._bias
 
     def add(self, token_id: int) -> None:
         """Count a token that was chosen."""
@@ -81,15 +85,14 @@ class Sampler:
         ]
 
     def _masked(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        if all(s.bias is None and s.num_outputs >= s.params.min_tokens for s in states):
+        if all(not s.params.logit_bias and s.num_outputs >= s.params.min_tokens for s in states):
             return logits
         logits = logits.clone()
         for row, state in zip(logits, states, strict=True):
-            if state.bias is not None:
-                ids, values = state.bias
-                row.index_add_(0, ids.to(self.device), values.to(self.device, torch.float32))
+            if state.params.logit_bias:
+                row.index_add_(0, *state.bias(self))
             if state.num_outputs < state.params.min_tokens:
-                row[self._ints([t for t in state.stop_ids if t < self.vocab_size])] = -math.inf
+                row[self._ints([t for t in state.stop_ids if 0 <= t < self.vocab_size])] = -math.inf
         return logits
 
     def _penalised(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
