@@ -93,6 +93,22 @@ def test_metrics_count_outcomes_and_tokens(make_cluster):
         assert line in text.splitlines()
 
 
+def test_token_totals_count_aborted_requests_by_one_rule(make_cluster):
+    with make_cluster() as cluster:
+        held = cluster.hold("step_gate")
+        with cluster.http.stream(
+            "POST", "/v1/completions", json={"prompt": [5, 6], "max_tokens": 9, "stream": True}
+        ) as r:
+            next(r.iter_lines())
+        cluster.wait(lambda: not cluster.router.dispatcher.records)
+        cluster.let_go(held)
+        cluster.assert_clean()
+        lines = cluster.http.get("/metrics").text.splitlines()
+    assert 'isthmus_requests_total{outcome="aborted"} 1.0' in lines
+    assert "isthmus_prompt_tokens_total 2.0" in lines
+    assert "isthmus_generation_tokens_total 1.0" in lines
+
+
 def test_series_do_not_grow_with_what_clients_choose(cluster):
     def series():
         return {line.rsplit(" ", 1)[0] for line in cluster.http.get("/metrics").text.splitlines()}
