@@ -21,7 +21,7 @@ STAMP := $(VENV)/.isthmus-installed
 BEGUN := $(VENV)/.isthmus-begun
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check $(if $(CI),--progress-bar off --quiet) -c constraints.txt
 
-.PHONY: serve test test-long check format venv clean
+.PHONY: serve test test-long mutants check format venv clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -29,6 +29,7 @@ help:
 	@echo "make serve      set up, then serve the tiny model on http://127.0.0.1:8000   [PORT= MODEL= HOST= CONFIG=]"
 	@echo "make test       set up, then run the tests                                   [PYTEST_ARGS=]"
 	@echo "make test-long  the tests that take longer than CI allows"
+	@echo "make mutants    plant each fault of tests/mutants in a copy and show the test that sees it"
 	@echo "make check      formatting, lint and types;  make format  puts the first two right"
 	@echo "make venv       set up only;                 make clean   removes what was set up"
 
@@ -40,6 +41,9 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m "long and not gpu and not multi_gpu" $(PYTEST_ARGS)
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants/run.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

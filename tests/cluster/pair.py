@@ -150,7 +150,7 @@ class PrefillGroup(Group):
             rank=0,
             num_ranks=1,
             generation=generation,
-            timeout_s=5.0,
+            timeout_s=60.0,  # of one write: a machine under load must not look like a broken lane
             emit=self.emit,
         )
         self.pump = self.transfers.pump
@@ -427,7 +427,7 @@ class Colocated:
 
     def generate(self, prompt, count, **sampling):
         """Return (tokens, logits [count, V])."""
-        key = (tuple(prompt), count, *sorted(sampling.items()))
+        key = (tuple(prompt), count, repr(sorted(sampling.items())))
         if key not in self._known:
             self._known[key] = self._generate(list(map(int, prompt)), count, sampling)
         return self._known[key]
