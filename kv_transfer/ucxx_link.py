@@ -8,6 +8,7 @@ Traps, measured with ucxx 0.52:
 - a request that is dropped is cancelled, and its buffer is not kept alive by it: both are held here until it completed;
 - importing ucxx sets UCX_* variables in this process, among them one that makes UCX stage through CUDA memory: undone;
 - sending to a dead endpoint raises nothing: only `alive` tells;
+- what has come in and was not yet read is lost when the sender closes: hence Leave;
 - a listener that has accepted anybody keeps its port until the process ends, whatever is closed.
 """
 
@@ -69,7 +70,11 @@ class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: bytes
 
 
-Message = Hello | Welcome | Stale | Open | Grant | Ended | Word
+class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Last word of a writer; the receiver, having read all before it, closes the connection."""
+
+
+Message = Hello | Welcome | Stale | Open | Grant | Ended | Word | Leave
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

@@ -12,11 +12,13 @@ So bytes land only where the receiver has let them, nothing is staged, and DONE 
 Tags are the receiver's, never used twice: what is left of a broken connection meets no later write. Host memory only.
 
 A writer connects to the receiver's listener; Endpoint.metadata is its host, port and a random name of that process'
-life. A port that another process has taken since is recognised by the life, and refused.
+life. A port that another process has taken since is recognised by the life, and refused. The listener is open on every
+interface (ucxx offers no other); whoever does not know the life is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -37,6 +39,7 @@ from kv_transfer.ucxx_link import (
     Ended,
     Grant,
     Hello,
+    Leave,
     Link,
     LinkError,
     Message,
@@ -53,6 +56,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_S = 0.002
 _HANDSHAKE_S = 0.05
 _FLUSH_S = 0.05
+_LEAVE_S = 0.2
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
@@ -264,15 +268,23 @@ class UcxxTransport:
         return "unknown" if peer is None else peer.lane
 
     def close(self) -> None:
-        """End all connections. With a write still under way everything is left to the process' end."""
+        """Wait up to 0.2 s for peers to read what was said, then end all connections.
+
+        With a write still under way everything is left to the process' end.
+        """
         if self._worker is None:
             return
         self._progress()
         if pending := sum(len(peer.transfers) for peer in self._peers.values()):
             logger.warning("%s closes with %d writes under way", self._own().agent, pending)
             return
+        for peer in self._peers.values():
+            with contextlib.suppress(Exception):
+                peer.link.send(Leave())
+        until = time.monotonic() + _LEAVE_S
+        while self._peers and time.monotonic() < until:
+            self._progress()
         for peer in list(self._peers.values()):
-            self._flush(peer.link)
             self._remove(peer)
         for writer in self._writers:
             self._flush(writer.link)
@@ -345,6 +357,8 @@ class UcxxTransport:
                 self._grant(writer, message)
             case Word() if writer.agent:
                 self._arrived.append((writer.agent, message.message))
+            case Leave():
+                raise LinkError("it has left")
             case _:
                 raise LinkError(f"{type(message).__name__} was not expected from it")
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kv_transfer.landing import Endpoint
+from kv_transfer.landing import Endpoint, encode
 from kv_transfer.layout import KVLayout
 from kv_transfer.plan import Piece, TransferPlan
 from kv_transfer.transport import TransferError, TransferStatus
@@ -87,27 +91,46 @@ def test_a_transport_that_closes_fails_the_writes_to_it(ucxx_cluster: Cluster) -
 def test_a_writer_that_dies_between_grant_and_bytes_leaves_no_trace(ucxx_cluster: Cluster) -> None:
     prefill, decode = ucxx_cluster.pair()
     transfer = prefill.transport.write(decode.endpoint.agent, SCRATCH_WRITE, b"never")
-    receiving: Any = decode.transport
-    await_until(lambda: any(writer.incoming for writer in receiving._writers), decode)
+    await_until(lambda: any(writer.incoming for writer in writers_of(decode)), decode)
     sending: Any = prefill.transport
     sending._peers[decode.endpoint.agent].link.close()
     assert prefill.transport.check(transfer) is TransferStatus.FAILED
-    await_until(lambda: not receiving._writers, decode)
+    await_until(lambda: not writers_of(decode), decode)
     ucxx_cluster.link(prefill, decode)
     assert not decode.messages
+
+
+def test_what_a_writer_said_last_arrives_though_it_closes_at_once(ucxx_cluster: Cluster) -> None:
+    decode = ucxx_cluster.side(None)
+    with writer_process(decode, "leave") as process:
+        await_until(lambda: process.poll() is not None and not writers_of(decode), decode)
+    assert decode.messages == [b"first", b"second", b"third"]
+
+
+def test_a_writer_killed_amid_its_bytes_says_nothing_and_writes_no_more(ucxx_cluster: Cluster) -> None:
+    decode = ucxx_cluster.side(None)
+    with writer_process(decode, "write") as process:
+        await_until(lambda: decode.messages and any(writer.incoming for writer in writers_of(decode)), decode)
+        process.kill()
+        process.wait(PATIENCE_S)
+        await_until(lambda: not writers_of(decode), decode)
+    complete = len(decode.messages)
+    decode.pools["csa_kv"][:] = 0xEE
+    ucxx_cluster.link(ucxx_cluster.side(1), decode)
+    assert (decode.pools["csa_kv"] == 0xEE).all()
+    assert decode.messages == [b"whole"] * complete
 
 
 @pytest.mark.parametrize("frame", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x03\x00\x00\x00abc"])
 def test_a_stranger_is_dropped_and_others_are_served(ucxx_cluster: Cluster, frame: bytes) -> None:
     prefill, decode = ucxx_cluster.pair()
-    sending, receiving = prefill.transport, decode.transport
-    assert isinstance(sending, UcxxTransport) and isinstance(receiving, UcxxTransport)
+    sending: Any = prefill.transport
     _, host, port, _ = msgspec.msgpack.decode(decode.endpoint.metadata)
     endpoint = sending._ucxx.core.UCXEndpoint.create(sending._worker, host, port, True)
     buffer = bytearray(frame)
     request = sending._ucxx.stream_send(endpoint, buffer)
-    await_until(lambda: len(receiving._writers) == 2, prefill, decode)
-    await_until(lambda: len(receiving._writers) == 1, prefill, decode)
+    await_until(lambda: len(writers_of(decode)) == 2, prefill, decode)
+    await_until(lambda: len(writers_of(decode)) == 1, prefill, decode)
     assert request.completed
     transfer = prefill.transport.write(decode.endpoint.agent, SCRATCH_WRITE, b"served")
     assert ucxx_cluster.settle(transfer, prefill, decode) is TransferStatus.DONE
@@ -124,6 +147,23 @@ def test_both_ends_may_write_at_once(ucxx_cluster: Cluster) -> None:
     assert ucxx_cluster.settle(back, other, one) is TransferStatus.DONE
     assert np.array_equal(other.pools["csa_kv"][size : 2 * size], one.pools["csa_kv"][:size])
     assert (one.pools["hca_kv"][:48] == 0xEE).all()
+
+
+@contextlib.contextmanager
+def writer_process(target: Side, mode: str) -> Iterator[subprocess.Popen[bytes]]:
+    script = Path(__file__).with_name("sender.py")
+    command = [sys.executable, str(script), encode(target.endpoint).hex(), mode]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def writers_of(side: Side) -> list[Any]:
+    receiving: Any = side.transport
+    return list(receiving._writers)
 
 
 def changed_metadata(endpoint: Endpoint, address: list[Any]) -> Endpoint:
