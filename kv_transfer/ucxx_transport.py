@@ -50,6 +50,7 @@ from kv_transfer.ucxx_link import (
     Word,
     cause,
 )
+from kv_transfer.ucxx_receiver import UcxxReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -96,24 +97,6 @@ class _Peer:
     transfers: list[UcxxTransfer] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Incoming:
-    """A granted write. receives: those that have not completed, last piece first."""
-
-    number: int
-    receives: list[Any]
-    notification: bytes
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Writer:
-    """Somebody who writes to this transport. agent: "" until it has said Hello."""
-
-    link: Link
-    agent: str = ""
-    incoming: list[_Incoming] = dataclasses.field(default_factory=list)
-
-
 class UcxxTransport:
     """One UCX worker with a listener. worker: name of the worker group.  host: where writers find the listener."""
 
@@ -124,16 +107,12 @@ class UcxxTransport:
         self._host = host
         self._ucxx: Ucxx
         self._worker: Any = None
-        self._listener: Any = None
+        self._receiver: UcxxReceiver
         self._endpoint: Endpoint | None = None
         self._life = os.urandom(16)
         self._pools: dict[str, NDArray[np.uint8]] = {}
-        self._requests: list[int] = []
         self._peers: dict[str, _Peer] = {}
-        self._writers: list[_Writer] = []
-        self._arrived: list[tuple[str, bytes]] = []
         self._numbers = itertools.count(1)
-        self._next_tag = 1
 
     def register(self, pools: list[PoolAddress], *, generation: int, rank: int) -> Endpoint:
         """Listen, and let peers write into `pools`. Raises TransferError if ucxx is missing or does not start."""
@@ -145,7 +124,7 @@ class UcxxTransport:
             core = self._ucxx.core
             context = core.UCXContext({}, feature_flags=(core.Feature.TAG, core.Feature.STREAM))
             self._worker = core.UCXWorker(context)
-            self._listener = core.UCXListener.create(self._worker, 0, self._requests.append)
+            self._receiver = UcxxReceiver(self._ucxx, self._worker, pools=self._pools, life=self._life)
             host = self._ucxx.address() if self._host in ("", "0.0.0.0", "::") else self._host
         except ModuleNotFoundError as error:
             raise TransferError(
@@ -164,7 +143,7 @@ class UcxxTransport:
             agent=agent,
             generation=generation,
             rank=rank,
-            metadata=msgspec.msgpack.encode(_Address(agent, host, self._listener.port, self._life)),
+            metadata=msgspec.msgpack.encode(_Address(agent, host, self._receiver.port, self._life)),
             pools=tuple(pools),
         )
         return self._endpoint
@@ -260,8 +239,7 @@ class UcxxTransport:
 
     def poll(self) -> list[tuple[str, bytes]]:
         self._progress()
-        arrived, self._arrived = self._arrived, []
-        return arrived
+        return [] if self._endpoint is None else self._receiver.take()
 
     def lane(self, agent: str) -> str:
         peer = self._peers.get(agent)
@@ -286,14 +264,11 @@ class UcxxTransport:
             self._progress()
         for peer in list(self._peers.values()):
             self._remove(peer)
-        for writer in self._writers:
-            self._flush(writer.link)
-            writer.link.close()
-        self._writers.clear()
+        self._receiver.close()
         until = time.monotonic() + _FLUSH_S
         while self._worker.progress_once() and time.monotonic() < until:
             pass  # only now the sockets are closed, and the peers learn of it
-        self._listener = self._worker = None
+        self._worker = None
 
     # ------------------------------------------------------------ below: progress
 
@@ -302,21 +277,11 @@ class UcxxTransport:
         until = time.monotonic() + _PROGRESS_S
         while self._worker is not None:
             has_moved = self._worker.progress_once()
-            while self._requests:
-                self._accept(self._requests.pop())
-            for writer in list(self._writers):
-                has_moved |= self._serve(writer)
+            has_moved |= self._receiver.serve()
             for peer in list(self._peers.values()):
                 has_moved |= self._follow(peer)
             if not has_moved or time.monotonic() > until:
                 return
-
-    def _accept(self, request: int) -> None:
-        try:
-            endpoint = self._listener.create_endpoint_from_conn_request(request, True)
-            self._writers.append(_Writer(Link(self._ucxx, endpoint)))
-        except Exception as error:
-            logger.info("a connection was not accepted: %s", cause(error))
 
     def _flush(self, link: Link) -> None:
         """Hand what was said to the operating system: the owner may be idle from now on."""
@@ -324,79 +289,6 @@ class UcxxTransport:
         self._progress()
         while not link.is_flushed and link.endpoint.alive and time.monotonic() < until:
             self._progress()
-
-    # ------------------------------------------------------------ below: the receiving side
-
-    def _serve(self, writer: _Writer) -> bool:
-        """Answer a writer, and end those of its writes whose last byte has come. Returns whether anything happened."""
-        try:
-            messages = writer.link.receive()
-            for message in messages:
-                self._answer(writer, message)
-            ended = [incoming for incoming in writer.incoming if self._has_ended(writer, incoming)]
-        except Exception as error:
-            # Receives that were posted for it are dropped, and so cancelled: it can't send any more.
-            logger.info("writer %s is gone: %s", writer.agent or "without a name", cause(error))
-            writer.link.close()
-            self._writers.remove(writer)
-            return True
-        for incoming in ended:
-            writer.incoming.remove(incoming)
-        return bool(messages or ended)
-
-    def _answer(self, writer: _Writer, message: Message) -> None:
-        match message:
-            case Hello() if not writer.agent:
-                if message.life != self._life:
-                    writer.link.send(Stale())
-                    self._flush_stale(writer.link)
-                    raise LinkError("it means a process that has ended")
-                writer.agent = message.agent
-                writer.link.send(Welcome())
-            case Open() if writer.agent:
-                self._grant(writer, message)
-            case Word() if writer.agent:
-                self._arrived.append((writer.agent, message.message))
-            case Leave():
-                raise LinkError("it has left")
-            case _:
-                raise LinkError(f"{type(message).__name__} was not expected from it")
-
-    def _flush_stale(self, link: Link) -> None:
-        until = time.monotonic() + _FLUSH_S
-        while not link.is_flushed and time.monotonic() < until:
-            self._worker.progress_once()
-
-    def _grant(self, writer: _Writer, wanted: Open) -> None:
-        """Post a receive for every piece, or refuse the whole write."""
-        for pool, offset, size in wanted.pieces:
-            memory = self._pools.get(pool)
-            if memory is None or size <= 0 or offset < 0 or offset + size > memory.size:
-                held = "no such pool" if memory is None else f"the pool has {memory.size} bytes"
-                writer.link.send(Ended(wanted.number, f"bytes {offset}..{offset + size} of pool {pool!r}: {held}"))
-                return
-        tag = self._next_tag
-        self._next_tag += len(wanted.pieces)
-        receives = [
-            self._ucxx.tag_receive(self._worker, self._pools[pool][offset : offset + size], tag + index)
-            for index, (pool, offset, size) in enumerate(wanted.pieces)
-        ]
-        writer.incoming.append(_Incoming(wanted.number, receives[::-1], wanted.notification))
-        writer.link.send(Grant(wanted.number, tag))
-
-    def _has_ended(self, writer: _Writer, incoming: _Incoming) -> bool:
-        try:
-            while incoming.receives and incoming.receives[-1].completed:
-                incoming.receives[-1].check_error()
-                incoming.receives.pop()
-        except Exception as error:
-            raise LinkError(f"a piece did not arrive: {cause(error)}") from error
-        if incoming.receives:
-            return False
-        if incoming.notification:
-            self._arrived.append((writer.agent, incoming.notification))
-        writer.link.send(Ended(incoming.number))
-        return True
 
     # ------------------------------------------------------------ below: the writing side
 

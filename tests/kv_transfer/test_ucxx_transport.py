@@ -163,7 +163,7 @@ def writer_process(target: Side, mode: str) -> Iterator[subprocess.Popen[bytes]]
 
 def writers_of(side: Side) -> list[Any]:
     receiving: Any = side.transport
-    return list(receiving._writers)
+    return list(receiving._receiver.writers)
 
 
 def changed_metadata(endpoint: Endpoint, address: list[Any]) -> Endpoint:
