@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import multiprocessing
 import os
 import re
 import shlex
@@ -22,9 +23,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 180.0
+MARKS = "not long and not gpu and not multi_gpu"
+
+# Most of a short run is importing torch: one process has done so, and every run is forked from it. Modules that have
+# pytest plugins must not be among these, since pytest wants to be the first to import them.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "safetensors.torch", "msgspec", "pytest"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +90,30 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
+def _in_child(arguments: list[str], tree: Path, output: Path) -> None:
+    """Run pytest in this process, which has been forked for it, and end with pytest's status."""
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    sys.path[0] = str(tree)
+    status = pytest.main(["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments, "-m", MARKS])
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
 def pytest_run(arguments: list[str], tree: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
     """Return pytest's status (-1: out of time) and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
-    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-    try:
-        done = subprocess.run(
-            [*command, *arguments, "-m", "not long and not gpu and not multi_gpu"],
-            cwd=tree,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
+    output = tree / "pytest-output.txt"
+    process = _processes.Process(target=_in_child, args=(arguments, tree, output))
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
         return -1, f"not done after {timeout_s:.0f} s"
-    return done.returncode, done.stdout + done.stderr
+    return process.exitcode or 0, output.read_text(errors="replace") if output.exists() else ""
 
 
 def failed_tests(output: str) -> list[str]:
