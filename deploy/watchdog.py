@@ -19,6 +19,9 @@ import psutil
 
 ASK_S = 1.0
 STOPPED_AFTER_S = 4.0
+# Not stopped and yet mute: hung, or starved by a busy machine. One that listens before it has loaded is slower still.
+MUTE_AFTER_S = 10.0
+MUTE_AT_START_AFTER_S = 60.0
 
 
 class Watchdog:
@@ -31,6 +34,7 @@ class Watchdog:
         self._targets, self._say = targets, say
         self._heard: dict[int, float] = {}
         self._ran: dict[int, float] = {}
+        self._answered: set[int] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -49,11 +53,12 @@ class Watchdog:
                 self.look(lambda url: http.get(url).status_code)
 
     def look(self, ask: Callable[[str], int], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Look at every target once; kill those that have been stopped or mute for STOPPED_AFTER_S."""
+        """Look at every target once; kill those that have been stopped or mute for too long."""
         targets = list(self._targets())
         for times in (self._heard, self._ran):
             for pid in times.keys() - {pid for _, pid, _ in targets}:
                 del times[pid]  # pids are used again
+        self._answered &= {pid for _, pid, _ in targets}
         for name, pid, url in targets:
             now = clock()
             if not _is_stopped(pid):
@@ -66,9 +71,10 @@ class Watchdog:
             try:
                 ask(url)
                 self._heard[pid] = clock()
+                self._answered.add(pid)
             except httpx.TimeoutException:
                 mute = clock() - self._heard.setdefault(pid, now)
-                if mute >= STOPPED_AFTER_S:
+                if mute >= (MUTE_AFTER_S if pid in self._answered else MUTE_AT_START_AFTER_S):
                     self._kill(name, pid, f"has not answered for {mute:.1f} s")
             except httpx.HTTPError:
                 self._heard[pid] = now  # refused or reset: not listening yet, or dead; both are seen elsewhere

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.watchdog import STOPPED_AFTER_S, Watchdog
+from deploy.watchdog import MUTE_AFTER_S, MUTE_AT_START_AFTER_S, STOPPED_AFTER_S, Watchdog
 
 
 @pytest.fixture
@@ -40,8 +40,9 @@ def refused(url: str) -> int:
 def test_mute_process_is_killed_at_the_deadline_and_not_before(victim: subprocess.Popen[bytes]) -> None:
     said: list[str] = []
     clock, dog = Clock(), Watchdog(lambda: [("decode-0 leader", victim.pid, "http://x/health")], say=said.append)
+    dog.look(lambda url: 200, clock=clock)
     dog.look(mute, clock=clock)
-    clock.now += STOPPED_AFTER_S - 0.1
+    clock.now += MUTE_AFTER_S - 0.1
     dog.look(mute, clock=clock)
     assert victim.poll() is None and said == []
     clock.now += 0.2
@@ -50,12 +51,23 @@ def test_mute_process_is_killed_at_the_deadline_and_not_before(victim: subproces
     assert "decode-0 leader" in said[0] and str(victim.pid) in said[0]
 
 
+def test_process_that_listens_before_it_has_loaded_is_given_time(victim: subprocess.Popen[bytes]) -> None:
+    clock, dog = Clock(), Watchdog(lambda: [("router", victim.pid, "http://x/live")], say=lambda text: None)
+    dog.look(mute, clock=clock)
+    clock.now += 3 * MUTE_AFTER_S
+    dog.look(mute, clock=clock)
+    assert victim.poll() is None
+    clock.now += MUTE_AT_START_AFTER_S
+    dog.look(mute, clock=clock)
+    assert victim.wait(10) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("answer", [lambda url: 503, refused])
 def test_process_that_answers_or_refuses_is_never_killed(victim: subprocess.Popen[bytes], answer) -> None:
     clock, dog = Clock(), Watchdog(lambda: [("leader", victim.pid, "http://x/health")], say=lambda text: None)
     for _ in range(5):
         dog.look(answer, clock=clock)
-        clock.now += STOPPED_AFTER_S + 1
+        clock.now += MUTE_AT_START_AFTER_S + 1
         dog.look(answer, clock=clock)
     dog.look(mute, clock=clock)
     assert victim.poll() is None
