@@ -82,7 +82,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
-    worker_silence_s: float = 2.5
+    worker_silence_s: float = 2.0
     worker_lost_s: float = 1.5
     max_retries: int = 2
     resume_timeout_s: float = 30.0

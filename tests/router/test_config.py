@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.front import HEARTBEAT_S
 from router.config import RouterConfig, load
+from router.dispatch import UNREADY_GRACE_S
 
 FLAGS = ["--model", "m", "--prefill", "http://a:1", "--decode", "http://b:2/"]
 
@@ -58,3 +60,9 @@ def test_help_teaches_with_examples(capsys):
     assert "ISTHMUS_MAX_QUEUE" in text
     for field in RouterConfig.__struct_fields__:
         assert f"--{field.replace('_', '-')}" in text
+
+
+def test_client_hears_of_a_worker_that_went_mute_in_time() -> None:
+    config = load(FLAGS, {})
+    assert config.worker_silence_s + config.worker_lost_s + UNREADY_GRACE_S <= 4.5  # promised: 5 s
+    assert config.worker_silence_s >= 2 * HEARTBEAT_S
