@@ -30,6 +30,8 @@ ROOT = HERE.parents[1]
 TIMEOUT_S = 180.0
 MARKS = "not long and not gpu and not multi_gpu"
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
+
 # Most of a short run is importing torch: one process has done so, and every run is forked from it. Modules that have
 # pytest plugins must not be among these, since pytest wants to be the first to import them.
 _processes = multiprocessing.get_context("forkserver")
@@ -96,7 +98,7 @@ def _in_child(arguments: list[str], tree: Path, output: Path) -> None:
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     os.chdir(tree)
-    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    os.environ |= {"PYTHONPATH": str(tree), "COLUMNS": "1000"}
     sys.path[0] = str(tree)
     status = pytest.main(["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments, "-m", MARKS])
     sys.stdout.flush()
