@@ -215,5 +215,6 @@ def test_twenty_thousand_requests_leave_every_process_as_it_was(
     if NUM_REQUESTS >= FULL:
         conditions = {"requests": NUM_REQUESTS, "warm_up": WARM, "clients": NUM_CLIENTS, "max_tokens": 2}
         conditions |= {"prompt_tokens": [1, 40], "leavers": LEAVERS, "injected_failures": 1 / FAIL_EVERY}
+        conditions |= {"load_average_at_end": [round(n) for n in os.getloadavg()]}
         conditions |= {"model": "tests/oracle/tiny", "transport": "nixl", "growth_allowed": GROWTH_ALLOWED}
         baseline.write_result("soak_cpu.json", conditions | baseline.machine(), result)
