@@ -232,7 +232,7 @@ def late_writes(variant, rounds, colocated, seed=0):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.__name__)
 def test_pd_01_late_write_never_lands_in_blocks_of_another(variant, colocated):
-    late_writes(variant, 4, colocated)
+    late_writes(variant, 3, colocated)
 
 
 @pytest.mark.long
@@ -312,7 +312,7 @@ def late_writes_over_nixl(rounds, colocated):
 
 
 def test_pd_01_late_writes_over_nixl(colocated):
-    late_writes_over_nixl(3, colocated)
+    late_writes_over_nixl(2, colocated)
 
 
 def test_pd_01_late_writes_over_tcp():
@@ -320,7 +320,7 @@ def test_pd_01_late_writes_over_tcp():
     script = (
         "import importlib.util as u, sys; s = u.spec_from_file_location('injection', sys.argv[1]);"
         "m = u.module_from_spec(s); s.loader.exec_module(m); m.torch.set_num_threads(1);"
-        "print(m.late_writes_over_nixl(3, m.pair_module.Colocated(m.make_pair().prefill.config)))"
+        "print(m.late_writes_over_nixl(2, m.pair_module.Colocated(m.make_pair().prefill.config)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, __file__],
