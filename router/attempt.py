@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ log = logging.getLogger("isthmus.router")
 
 ABORT_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0)
 BUSY_PREFILL_WAIT_S = 0.1
+
+T = TypeVar("T")
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +106,16 @@ class Attempt:
             router=self.pair.decode.client.router,
         )
         try:
-            self._landing = await self.pair.decode.client.reserve(request, timeout_s=self._timeouts.reserve_s)
+            self._landing = await self._unless_lost(
+                self.pair.decode.client.reserve(request, timeout_s=self._timeouts.reserve_s)
+            )
         except WorkerUnreachable as error:
             if error.is_timeout:
                 raise PhaseTimeout("reserve", self._timeouts.reserve_s) from error
             raise
         except WorkerError:
-            self._stage = "over"  # refused: nothing was taken
+            if not self._inbox.failure.done():
+                self._stage = "over"  # refused: nothing was taken
             raise
         self._stage = "reserved"
 
@@ -199,23 +204,28 @@ class Attempt:
             self._stage = "prefilling"
             # The deadline is the caller's; this one only bounds a connection that nobody waits for.
             asked = self.pair.prefill.client.prefill(request, timeout_s=2 * self._timeouts.prefill_s)
-            call: asyncio.Future[protocol.PrefillResult] = asyncio.create_task(asked)
-            waited: set[asyncio.Future[Any]] = {call, self._inbox.failure}
             try:
-                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                if not call.done():
-                    raise self._inbox.failure.result()
-                return call.result()
+                return await self._unless_lost(asked)
             except WorkerError as error:
                 if error.code != "no_capacity":
                     raise
                 self._stage = "reserved"  # never begun
-            finally:
-                if not call.done():
-                    call.cancel()
-                elif not call.cancelled():
-                    call.exception()  # seen, should it have failed while we were cancelled
             await self._registry.wait_change(BUSY_PREFILL_WAIT_S)
+
+    async def _unless_lost(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Return what a worker answers; raise as soon as one that the attempt depends on is lost."""
+        call = asyncio.create_task(asked)
+        waited: set[asyncio.Future[Any]] = {call, self._inbox.failure}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._inbox.failure.result()
+            return call.result()
+        finally:
+            if not call.done():
+                call.cancel()
+            elif not call.cancelled():
+                call.exception()  # seen, should it have failed while we were cancelled
 
     def _leave_prefill(self) -> None:
         if self.pair.prefill.prefills.pop(self.request_id, None) is not None:

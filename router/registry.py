@@ -51,7 +51,7 @@ class Registry:
         self.decodes = [Worker(url, "decode", router=router) for url in decode]
         self.pairs = [Pair(p, d) for p in self.prefills for d in self.decodes]
         self.unready_since = time.monotonic()
-        self._was_ready = False
+        self._was_ready = self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._change: asyncio.Future[None] | None = None
         self._warm_up: Callable[[Pair], Awaitable[None]] | None = None
@@ -77,6 +77,7 @@ class Registry:
 
     async def close(self) -> None:
         """End all watching and close every connection."""
+        self._is_closed = True
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -280,6 +281,8 @@ class Registry:
 
     def _reconcile(self) -> None:
         """Start what a change of any worker makes necessary."""
+        if self._is_closed:
+            return  # a cancelled bring-up asks for the next one
         for pair in self.pairs:
             needs_work = pair.warmed != pair.generations
             if pair.state in ("linking", "warming") and needs_work and pair.task is None:

@@ -308,6 +308,25 @@ def test_a_dead_decode_worker_is_replaced_by_another(make_cluster, next_tokens):
         cluster.assert_clean()
 
 
+def test_a_mute_decode_worker_is_left_while_it_owes_a_reservation(make_cluster, next_tokens):
+    with make_cluster(num_decodes=2, worker_silence_s=0.6) as cluster:
+        cluster.wait(lambda: len(cluster.router.registry.ready_pairs()) == 2)
+        gate = cluster.hold("reserve_gate")
+        before = [len(decode.calls) for decode in cluster.decodes]
+        with in_background(cluster, body()) as answer:
+            cluster.wait(lambda: gate.reached)
+            victim = next(d for d, n in zip(cluster.decodes, before, strict=True) if len(d.calls) > n)
+            other = next(d for d in cluster.decodes if d is not victim)
+            seen = len(other.calls)
+            cluster.call(lambda: setattr(victim, "is_mute", True))
+            cluster.wait(lambda: len(other.calls) > seen, timeout_s=5)  # long before reserve_timeout_s
+            cluster.let_go(gate)
+            assert token_ids(answer.result(20)) == expected(next_tokens)
+        cluster.call(lambda: setattr(victim, "is_mute", False))
+        cluster.call(lambda: victim.publish([]))
+        cluster.assert_clean()
+
+
 def test_a_dead_prefill_worker_frees_its_landings_and_is_replaced(make_cluster, next_tokens):
     with make_cluster(num_prefills=2) as cluster:
         cluster.wait(lambda: len(cluster.router.registry.ready_pairs()) == 2)
