@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+
+from router import protocol
+from router.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -464,7 +468,8 @@ def tapped(site: Any) -> Any:
         ]
         site.await_idle()
         after = decode_counters(site)
-        return reply, legs[0]["request"]["prompt_token_ids"], legs, {k: after[k] - before[k] for k in before}
+        results = [msgspec.convert(leg["result"], protocol.PrefillResult) for leg in legs]
+        return reply, legs[0]["request"]["prompt_token_ids"], results, {k: after[k] - before[k] for k in before}
 
     return lambda name, request, path=CHAT: asyncio.run(ask(name, request, path))
 
@@ -493,7 +498,7 @@ def test_pd09_options_of_the_client_leave_the_split_as_it_is(site: Any, tapped: 
     ids = ids_of(reply)
     assert len(prompt) > 3 * 128 and len(ids) == 10
     assert len(legs) == 1
-    assert (legs[0]["result"]["token_id"], legs[0]["result"]["handed_over"]) == (ids[0], True)
+    assert (legs[0].token_id, legs[0].handed_over) == (ids[0], True)
     assert computed == {"prompt_tokens": 0, "output_tokens": 9}
 
     async def without_transfer() -> list[int]:
@@ -509,8 +514,6 @@ def test_pd09_options_of_the_client_leave_the_split_as_it_is(site: Any, tapped: 
 @pytest.fixture(scope="module")
 def letters(site: Any) -> dict[str, int]:
     """Token ids of a few letters, and of the end of sequence."""
-    from router.tokenizer import Tokenizer
-
     folder = Path(httpx.get(f"{next(iter(site.workers().values()))['url']}/info").json()["model"])
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
@@ -531,14 +534,14 @@ def test_pd09_ignored_end_of_sequence_in_the_first_token_goes_on(tapped: Any, le
     reply, _, legs, computed = tapped("leg-eos", CHAT_BODY | {"max_tokens": 3, "forced_token_ids": forced})
     (choice,) = reply.json()["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == (forced, "length")
-    assert legs[0]["result"]["handed_over"] and computed == {"prompt_tokens": 0, "output_tokens": 2}
+    assert legs[0].handed_over and computed == {"prompt_tokens": 0, "output_tokens": 2}
 
 
 def test_pd09_first_token_that_ends_the_answer_moves_nothing_to_decode(tapped: Any, letters: dict[str, int]) -> None:
     request = CHAT_BODY | {"ignore_eos": False, "forced_token_ids": [letters["eos"]]}
     reply, _, legs, computed = tapped("leg-end", request)
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
-    assert legs[0]["result"]["finish_reason"] == "stop" and computed == {"prompt_tokens": 0, "output_tokens": 0}
+    assert legs[0].finish_reason == "stop" and computed == {"prompt_tokens": 0, "output_tokens": 0}
 
 
 def test_pd09_completions_are_split_in_the_same_way(tapped: Any, known: Any) -> None:
