@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+import psutil
+
 from engine import plan as messages
 from engine.ring import LeaderEnd, PeerGone, Waiter
 from engine.seams import Seams
@@ -28,7 +30,9 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 STOPPED_AFTER_S = 3.0
-"""A rank whose pulse has not moved for so long is stopped (or its machine is); it is killed, never waited for."""
+MUTE_AFTER_S = 10.0
+"""A rank whose pulse has not moved for so long is killed, never waited for: sooner if the kernel shows it as stopped,
+later if it may be starved by a busy machine."""
 
 
 class Worker(Protocol):
@@ -190,7 +194,7 @@ class EngineLoop(Generic[W]):
             known, since = self._pulses.get(rank, (-1, now))
             if pulse != known:
                 self._pulses[rank] = (pulse, now)
-            elif now - since > STOPPED_AFTER_S:
+            elif now - since > (STOPPED_AFTER_S if _is_stopped(ready.pid) else MUTE_AFTER_S):
                 log.error("rank %d (pid %d) has not moved for %.1f s: killed", rank, ready.pid, now - since)
                 self._pulses[rank] = (pulse, now)
                 with contextlib.suppress(ProcessLookupError):
@@ -252,3 +256,10 @@ class EngineLoop(Generic[W]):
         self.worker.abort_all(reason)
         self._listener.on_outputs(self.worker.take_outputs(), self.worker.stats())
         self._listener.on_failed(reason)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
