@@ -68,7 +68,11 @@ def _answers_of(cluster: Any, pool: list[Any]) -> list[Any]:
                 n = next(numbers, None)
             if n is None:
                 return client.close()
-            answers[n] = client.send(pool[n], f"reference-{n}", stream=n % 2 == 0)
+            for _ in range(NUM_TRIES):  # a machine that is busy with other things may disturb it as well
+                answers[n] = client.send(pool[n], f"reference-{n}", stream=n % 2 == 0)
+                if answers[n].kind == "whole":
+                    break
+                time.sleep(5.0)
 
     _in_threads([work] * 4)
     assert [answer for answer in answers if answer.kind != "whole"] == []
