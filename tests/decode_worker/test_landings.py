@@ -176,6 +176,7 @@ def test_words_of_another_life_or_said_twice_are_dropped_and_counted() -> None:
     books = Books(ranks=2)
     landing = books.reserve()
     assert books.table.on_notification(0, _last(landing, generation=GENERATION - 1)) is None
+    assert books.table.num_stale == 1, "or it has been taken for rank 0's word"
     assert books.table.on_notification(0, _last(landing, key=99)) is None
     books.table.on_drained(landing.key, GENERATION - 1)
     books.table.on_notification(0, _last(landing))

@@ -52,7 +52,7 @@ def test_min_tokens_beats_a_bias_towards_the_end(falling):
 
 def test_penalties_count_prompt_and_outputs_apart(falling):
     """Prompt 0, output 1: presence and frequency touch 1 only, repetition both."""
-    assert choose(falling, state([0, 1], 1, presence_penalty=1.5)) == [0]
+    assert choose(falling, state([0, 1], 1, presence_penalty=2.0, frequency_penalty=1.0)) == [0]
     positive = falling + 10
     assert choose(positive, state([0, 1], 1, repetition_penalty=2.0)) == [2]
     assert choose(positive, state([1], 0, repetition_penalty=2.0)) == [0]

@@ -179,7 +179,8 @@ def test_abort_while_writing_is_drained_when_the_rank_says_so() -> None:
     bench.step()
     reply = bench.worker.abort(AbortRequest(request_id="a"))
     assert (reply.known, reply.drained) == (True, False)
-    assert bench.cancels() == 1 and not bench.is_all_free()
+    assert bench.cancels() == 1
+    assert bench.worker.stats().held_blocks == 3, "they are what is being written"
     bench.done(landing, "drained")
     assert bench.is_all_free()
 
