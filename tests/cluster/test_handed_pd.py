@@ -283,7 +283,8 @@ def test_pd04_write_prepared_for_the_old_life_is_never_made_to_the_new_one(site:
             site.hold("kv_mid", name, n=2)
             held = asyncio.create_task(faults.ask(client, body(PROMPT, 16, stream=True), name=name))
             await site.await_held("kv_mid", name)
-            (victim,) = (w for w in site.workers().values() if w["stats"]["open_landings"] and w["role"] == "decode")
+            await asyncio.to_thread(site.cluster.await_true, lambda: landing_at(site), timeout_s=5)
+            (victim,) = landing_at(site)
             os.kill(victim["leader_pid"], signal.SIGKILL)
             answer = await held
             assert faults.judge(answer, known[PROMPT, 16, None], struck_at=time.monotonic()) == "complete"
@@ -293,6 +294,11 @@ def test_pd04_write_prepared_for_the_old_life_is_never_made_to_the_new_one(site:
         await serves_over_all_pairs(site, known)
 
     asyncio.run(run())
+
+
+def landing_at(site: Any) -> list[dict[str, Any]]:
+    """Return the decode workers that say that a landing is open; they say so once a second."""
+    return [w for w in site.workers().values() if w["role"] == "decode" and w["stats"]["open_landings"]]
 
 
 async def serves_over_all_pairs(site: Any, known: Any) -> None:
