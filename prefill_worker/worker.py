@@ -68,6 +68,7 @@ class _Prefill:
     started_at: float | None = None
     num_chunks: int = 0
     num_pushes: int = 0
+    unsent: list[PushPlan] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -311,11 +312,19 @@ class PrefillWorker:
         plan = self._pushes.computed(prefill.push) if prefill.push else None
         if plan is not None:
             prefill.num_pushes += 1
-            self._at("kv_mid", prefill, lambda: self._send_push(prefill, plan), n=prefill.num_pushes)
+            self._send_push("kv_mid", prefill, plan, n=prefill.num_pushes)
 
-    def _send_push(self, prefill: _Prefill, plan: PushPlan) -> None:
+    def _send_push(self, point: Point, prefill: _Prefill, plan: PushPlan, *, n: int = 0) -> None:
+        """Send to the ranks, in order: behind a push that a test holds, the later ones wait too."""
+        prefill.unsent.append(plan)
+        if len(prefill.unsent) == 1:
+            self.seams.at(point, prefill.sequence.request_id, lambda: self._send_unsent(prefill), n=n)
+
+    def _send_unsent(self, prefill: _Prefill) -> None:
+        plans, prefill.unsent = prefill.unsent, []
         if prefill.push is not None and not prefill.push.is_cancelled:
-            self._send(plan)
+            for plan in plans:
+                self._send(plan)
 
     def _at(self, point: Point, prefill: _Prefill, go_on: Callable[[], None], *, n: int = 0) -> None:
         """Go on, unless a test holds the request here and it is gone by the time it is let go."""
@@ -353,7 +362,7 @@ class PrefillWorker:
             self._stop_pushing(prefill)
             return
         last = self._pushes.finish(push, token_id)
-        self.seams.at("kv_done_unnotified", result.request_id, lambda: self._send_push(prefill, last))
+        self._send_push("kv_done_unnotified", prefill, last)
 
     def _answer(self, prefill: _Prefill, result: PrefillResult | errors.RequestError) -> None:
         del self._requests[prefill.sequence.request_id]

@@ -11,6 +11,7 @@ import pytest
 from engine import errors
 from engine.config import EngineConfig
 from engine.plan import CancelPush, LeaderMessage, PushDone, PushPlan, StepPlan, StepResult
+from engine.seams import Fault
 from kv_transfer.landing import Landing, encode
 from kv_transfer.layout import KVLayout, make_group
 from prefill_worker.worker import PrefillWorker
@@ -329,3 +330,27 @@ def test_random_traffic_answers_every_request_once_and_returns_everything() -> N
         bench.done(landing, "drained")
     assert set(bench.answers) == set(asked)
     assert bench.is_all_free()
+
+
+def test_pushes_behind_one_that_a_test_holds_wait_too_and_go_in_order() -> None:
+    bench = Bench()
+    bench.worker.seams.arm(Fault(point="kv_mid", request="a", n=2))
+    bench.accept("a", tokens=700)
+    while "a" not in bench.answers:
+        bench.step()
+    assert bench.pushes() == [(0, 1, False)]
+    bench.worker.seams.release()
+    pushes = bench.pushes()
+    assert [first for first, _, _ in pushes[1:]] == [last for _, last, _ in pushes[:-1]]
+    assert pushes[-1] == (4, 6, True)
+
+
+def test_pushes_held_by_a_test_are_never_sent_once_the_request_is_aborted() -> None:
+    bench = Bench()
+    bench.worker.seams.arm(Fault(point="kv_mid", request="a", n=2))
+    bench.accept("a", tokens=700)
+    while "a" not in bench.answers:
+        bench.step()
+    bench.worker.abort(AbortRequest(request_id="a"))
+    bench.worker.seams.release()
+    assert bench.pushes() == [(0, 1, False)]
