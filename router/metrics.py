@@ -7,19 +7,20 @@ plus what runs. Labels are few and bounded: no request ids, no names that client
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.protocol import WorkerStats
+from router.protocol import ErrorCode, WorkerStats
 from router.registry import Registry
 
 Outcome = Literal["stop", "length", "aborted", "error", "rejected"]
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_REFUSALS = (400, 404, 408, 413, 415, 429, 499, 501, 502, 503, 504)
 _WORKER_STATES = (
     "unreachable", "starting", "loading", "planning", "capturing", "linking", "warming", "ready", "draining",
     "stopped", "failed",
@@ -52,8 +53,14 @@ class Metrics:
         self.queue_time = Histogram(
             "isthmus_request_queue_time_seconds", "Time waiting in the router.", buckets=_LATENCY_BUCKETS, registry=r
         )
-        for outcome in ("stop", "length", "aborted", "error", "rejected"):
+        # Every series is there from the start: a first failure is an increase, not a new series.
+        for outcome in get_args(Outcome):
             self.requests.labels(outcome)
+        for code in get_args(ErrorCode):
+            self.retries.labels(code)
+            self.worker_failures.labels(code)
+        for status in _REFUSALS:
+            self.rejections.labels(str(status))
 
     def finish(self, outcome: Outcome) -> None:
         """Count one request's end."""
