@@ -1,0 +1,78 @@
+"""Tiles of every Triton kernel, per architecture: the one table that is tuned.
+
+`TILES[op][arch]` is a tuple of tiles, searched in order: the first whose every limit in `upto` is at least the shape
+given to `tile_for` is taken, so the last one has no limits. An op's kernel module turns the same tuple into `variants`,
+so what is dispatched is what the offline gate has compiled. This table holds numbers only: no kernel is imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tile:
+    """How one kernel is cut and launched.
+
+    constants: its tile constexprs by name (BLOCK_N, ...).   upto: largest shape it is meant for, by name of the shape.
+    """
+
+    constants: Mapping[str, int]
+    num_warps: int
+    num_stages: int = 1
+    upto: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """One compilation that we ship, as the offline gate needs it.
+
+    op: name of the operation.   kernel: the @triton.jit function.
+    signature: type of each argument that is no constexpr: "*bf16", "*fp32", "*fp8e4nv", "*u8", "*i32", "i32", "fp32".
+    constants: value of every constexpr of the kernel; None for an optional pointer that is left out.
+    tensor_ops: SASS opcodes of which each must occur, () for a kernel without matrix products. On sm_90 HGMMA may
+    stand for HMMA, and QGMMA for QMMA.   bytes_per_program: bytes that one program reads and writes in device memory
+    (of one pass of its loop if that is all the loop body does), for instructions per byte; None: not reported.
+    unaligned: integer and pointer arguments that are not multiples of 16; the JIT marks all others so at run time.
+    ones: integer arguments that are always 1, which the JIT turns into constants.
+    maxnreg: register limit per thread, if the launch sets one.
+    """
+
+    op: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    tensor_ops: Sequence[str] = ("HMMA",)
+    bytes_per_program: int | None = None
+    unaligned: Sequence[str] = ()
+    ones: Sequence[str] = ()
+    maxnreg: int | None = None
+
+
+TILES: dict[str, dict[str, tuple[Tile, ...]]] = {}
+
+
+def tile_for(op: str, arch: str, **shape: int) -> Tile:
+    """Return the first tile of `op` on `arch` ("sm_120", "sm_90") that is meant for `shape` (heads=16, tokens=64, ...).
+
+    Raises LookupError when the table has none, or when a tile limits a shape that was not given.
+    """
+    for tile in tiles_of(op, arch):
+        missing = sorted(set(tile.upto) - set(shape))
+        if missing:
+            raise LookupError(f"{op} on {arch}: a tile depends on {', '.join(missing)}; given were {sorted(shape)}")
+        if all(shape[name] <= limit for name, limit in tile.upto.items()):
+            return tile
+    raise LookupError(f"{op} on {arch}: no tile in kernels/tiles.py for {shape}; its last one must have no limits")
+
+
+def tiles_of(op: str, arch: str) -> tuple[Tile, ...]:
+    """Return all tiles of `op` on `arch`, in the order in which they are tried; LookupError if there are none."""
+    try:
+        return TILES[op][arch]
+    except KeyError:
+        raise LookupError(f"kernels/tiles.py has no entry for {op!r} on {arch!r}; it has {sorted(TILES)}") from None
