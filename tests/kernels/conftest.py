@@ -1,15 +1,31 @@
 """Fixtures of the kernels' tests."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
 
 from kernels.rows import Rows
+from kernels.triton_env import INTERPRETED
 from kv_transfer.layout import row_bytes
 
 # Machines under load must not fail a test for its time, nor luck for its examples.
 settings.register_profile("kernels", deadline=None, derandomize=True)
 settings.load_profile("kernels")
+
+if INTERPRETED:
+    spec = importlib.util.spec_from_file_location("kernel_interp", Path(__file__).with_name("interp.py"))
+    assert spec is not None and spec.loader is not None
+    interp = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(interp)
+    interp.repair()
+
+
+def pytest_collection_modifyitems(items):
+    if not INTERPRETED and any(item.path.name.startswith("interpreted_") for item in items):
+        raise pytest.UsageError("interpreted_*.py need TRITON_INTERPRET=1 in the environment (tests/kernels/interp.py)")
 
 
 @pytest.fixture

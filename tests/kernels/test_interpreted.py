@@ -1,0 +1,49 @@
+"""Numerics of the Triton kernels in the CPU interpreter: every interpreted_*.py in a process of its own (interp.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+MODULES = sorted(path.stem for path in HERE.glob("interpreted_*.py"))
+
+
+@pytest.fixture(scope="module")
+def interp() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kernel_interp", HERE / "interp.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def runs(interp, request):
+    """Return the run of each module as a future. All begin at once, two at a time: most of a run is imports."""
+    wanted = [item.callspec.params["module"] for item in request.session.items if "runs" in item.fixturenames]
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(interp.run, HERE / f"{name}.py") for name in wanted}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_agree_with_their_references(module: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]):
+    done = runs[module].result()
+    assert done.returncode == 0, f"TRITON_INTERPRET=1 pytest tests/kernels/{module}.py\n{done.stdout[-8000:]}"
+
+
+def test_a_failing_kernel_fails_the_run(interp, tmp_path):
+    (tmp_path / "interpreted_wrong.py").write_text("def test_wrong():\n    assert 1 == 2, 'numbers differ'\n")
+    done = interp.run(tmp_path / "interpreted_wrong.py")
+    assert done.returncode == 1 and "numbers differ" in done.stdout
+
+
+def test_a_kernel_that_hangs_is_ended(interp, tmp_path):
+    (tmp_path / "interpreted_slow.py").write_text("import time\ntime.sleep(600)\n")
+    done = interp.run(tmp_path / "interpreted_slow.py", limit_s=2)
+    assert done.returncode == 124 and "not done after 2 s" in done.stdout
