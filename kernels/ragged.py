@@ -67,6 +67,46 @@ class RingRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodeBatch:
+    """What decode kernels read of a batch: device tensors of fixed shapes, int32, so that a graph can be replayed.
+
+    positions [T]; sequence [T], -1 for a padding token, which reads and writes nothing.   starts [B]: first position of
+    each sequence in this step.   query_start [B+1]: its first token.   slots [B]; block_table [B, N]: -1 where nothing.
+    max_query_len: most tokens of one sequence. Both ints are fixed when a graph is captured.
+    """
+
+    positions: Tensor
+    sequence: Tensor
+    starts: Tensor
+    query_start: Tensor
+    slots: Tensor
+    block_table: Tensor
+    num_tokens: int
+    max_query_len: int
+
+    def __post_init__(self) -> None:
+        tokens, sequences = self.num_tokens, self.slots.shape[0]
+        wanted = {
+            "positions": (tokens,),
+            "sequence": (tokens,),
+            "starts": (sequences,),
+            "query_start": (sequences + 1,),
+            "slots": (sequences,),
+            "block_table": (sequences, self.block_table.shape[-1]),
+        }
+        for name, shape in wanted.items():
+            tensor: Tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"decode batch: {name} {tuple(tensor.shape)} {tensor.dtype}: wanted contiguous int32 {shape}"
+                )
+
+    @property
+    def device(self) -> torch.device:
+        return self.positions.device
+
+
+@dataclasses.dataclass(frozen=True)
 class RaggedBatch:
     """B sequences, T tokens in all.
 
@@ -135,6 +175,24 @@ class RaggedBatch:
     def starts(self) -> Tensor:
         """First position of each sequence in this step, [B]."""
         return self.seq_lens - (self.query_start[1:] - self.query_start[:-1])
+
+    @cached_property
+    def decode(self) -> DecodeBatch:
+        """The same batch as decode kernels read it."""
+
+        def narrow(x: Tensor) -> Tensor:
+            return x.to(torch.int32).contiguous()
+
+        return DecodeBatch(
+            positions=narrow(self.positions),
+            sequence=narrow(self.sequence),
+            starts=narrow(self.starts),
+            query_start=narrow(self.query_start),
+            slots=narrow(self.slots),
+            block_table=narrow(self.block_table),
+            num_tokens=self.num_tokens,
+            max_query_len=max((length for _, length in self.spans), default=0),
+        )
 
     def num_visible(self, ratio: int) -> Tensor:
         """Return how many entries of `ratio` each token sees, [T]."""
