@@ -32,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer_timeout_s: what one write may take at least; large ones get more, by measured bandwidth.
     pool_poison: fill every pool with NaN at start (tests).
     test_seams: open /seams, through which tests hold and strike requests; never in production.
+    logits_log: folder where ranks append the logits of every sampled token; "" for none; needs test_seams.
     """
 
     model: str
@@ -63,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout_s: float = 30.0
     pool_poison: bool = False
     test_seams: bool = False
+    logits_log: str = ""
 
     @property
     def uses_hadamard(self) -> bool:

@@ -108,6 +108,7 @@ FIELDS = (
     Field("transfer_timeout_s", _NET, "seconds that one write of cache may take; large ones get more", (), 0.001),
     Field("drain_timeout_s", _NET, "seconds that running requests get when the group stops"),
     Field("test_seams", _NET, "let tests hold requests and kill workers over HTTP: never in production"),
+    Field("logits_log", _NET, "folder where ranks append the logits of every token (tests; needs test_seams)"),
 )
 _BY_NAME = {field.name: field for field in FIELDS}
 _TYPES = get_type_hints(EngineConfig)
@@ -206,6 +207,11 @@ def resolve(layers: Sequence[Layer], *, role: WorkerRole) -> tuple[EngineConfig,
         raise ConfigError(f"model: not given; add --model FOLDER, set {ENVIRONMENT_PREFIX}MODEL, or `model:` in YAML")
     config = EngineConfig(role=role, **values)  # type: ignore[arg-type]
     _require_transport(config, origins["transport"])
+    if config.logits_log and not config.test_seams:
+        raise ConfigError(
+            f"logits_log = {config.logits_log!r} ({origins['logits_log']}): a test seam, and test_seams is false; "
+            "leave it out, or set test_seams in a cluster that serves nobody"
+        )
     return config, origins
 
 

@@ -25,6 +25,7 @@ from engine import numa
 from engine import plan as messages
 from engine.config import EngineConfig
 from engine.leader import LeaderAddress
+from engine.logits_log import LogitsLog
 from engine.memory_plan import plan_memory
 from engine.model.config import load_config
 from engine.ring import PeerGone, Waiter, open_rank_end
@@ -66,6 +67,7 @@ class RankProcess:
         self._waiter.watch(address.pid)
         self._leader_pidfd = os.pidfd_open(address.pid)
         self._open_landings = 0
+        self._logits_log: LogitsLog | None = None
         self._is_done = False
         self._runner: ModelRunner
         self._transfers: TransferThread | None = None
@@ -114,6 +116,9 @@ class RankProcess:
         plan = plan_memory(config, load_config(config.model))
         self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots)
         self._runner.load(lambda text: self._progress("loading", text))
+        if config.logits_log:
+            self._logits_log = LogitsLog(Path(config.logits_log), f"{config.worker_id}-{self._rank}")
+            self._runner.on_logits = self._logits_log.on_logits
         self._progress(
             "linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}"
         )
@@ -161,6 +166,8 @@ class RankProcess:
     def _obey(self, message: messages.LeaderMessage) -> None:
         match message:
             case messages.StepPlan():
+                if self._logits_log is not None:
+                    self._logits_log.on_plan(message)
                 tokens, failed = self._runner.run(message)
                 self.send(messages.StepResult(rank=self._rank, number=message.number, tokens=tokens, failed=failed))
             case messages.PumpHint():

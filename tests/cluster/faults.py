@@ -45,11 +45,11 @@ supervisor: {{max_restarts: 1000, restart_window_s: 5}}
 """
 
 
-def write_config(folder: Path, model: Path, *, prefill: int = 1, decode: int = 1) -> Path:
+def write_config(folder: Path, model: Path, *, prefill: int = 1, decode: int = 1, logits_log: str = "") -> Path:
     """Write a cluster's YAML: chunks and blocks of 128 tokens, seams open, restarts without number."""
     path = folder / "cluster.yaml"
     groups = {role: json.dumps([{}] * count) for role, count in (("prefill", prefill), ("decode", decode))}
-    path.write_text(f"model: {model}\n" + YAML.format(**groups))
+    path.write_text(f"model: {model}\nlogits_log: {json.dumps(logits_log)}\n" + YAML.format(**groups))
     return path
 
 
@@ -61,8 +61,12 @@ class Ask:
     max_tokens: int
     seed: int | None = None
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": 0} if self.seed is None else {"temperature": 0.8, "top_p": 0.95, "seed": self.seed}
+
     def body(self, **more: Any) -> dict[str, Any]:
-        sampling = {"temperature": 0} if self.seed is None else {"temperature": 0.8, "top_p": 0.95, "seed": self.seed}
+        sampling = self.sampling
         limits = {"max_tokens": self.max_tokens, "ignore_eos": True, "return_token_ids": True}
         return {"model": "oracle-tiny", "prompt": list(self.prompt), **sampling, **limits, **more}
 

@@ -1,7 +1,8 @@
 """Every part killed, stopped or restarted at every moment of a request's life, under load: real processes over NIXL.
 
 The request that is at the moment, and those beside it, end right (resumed where it must be) or with a clear error in
-time; then everything is as it was, without help.
+time; then everything is as it was, without help. Right means tokens, and the logits behind every one of them, as of one
+runner that serves alone; what a rank computed for a request that failed later is compared as well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def _module(name: str) -> Any:
 
 
 faults = _module("faults")
+logits = _module("logits")
 
 ROLES = ("prefill", "decode", "router")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
@@ -111,16 +113,21 @@ class Bench:
     site: Any
     victims: dict[int | None, tuple[Any, list[int]]]
     load: list[tuple[Any, list[int]]]
+    check: Any
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, oracle_model: Path, start: Any) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("matrix")
-    with start(folder, str(faults.write_config(folder, oracle_model))) as cluster:
-        yield asyncio.run(measure(cluster))
+    log = folder / "logits"
+    config = faults.write_config(folder, oracle_model, logits_log=str(log))
+    options = {"dtype": "float32", "kv_cache_dtype": "fp32", "block_size": 128, "max_num_batched_tokens": 128}
+    check = logits.LogitsCheck(log, oracle_model, **options)
+    with start(folder, str(config)) as cluster:
+        yield asyncio.run(measure(cluster, check))
 
 
-async def measure(cluster: Any) -> Bench:
+async def measure(cluster: Any, check: Any) -> Bench:
     site = faults.Site(cluster)
     victims = [faults.golden_ask(VICTIM, MAX_TOKENS, seed) for seed in (None, 11)]
     beside = [
@@ -131,6 +138,8 @@ async def measure(cluster: Any) -> Bench:
     ]
     async with httpx.AsyncClient(base_url=cluster.url, timeout=faults.ANSWER_WITHIN_S) as client:
         known = {wanted: (await faults.ask(client, wanted.body())).token_ids for wanted in victims + beside}
+    for wanted in known:
+        assert known[wanted] == check.learn(wanted.prompt, wanted.max_tokens, **wanted.sampling)
     for length, wanted in ((VICTIM, victims[0]), (129, beside[0]), (257, beside[3])):
         golden = faults.GOLDEN[f"gen_{length}"].tolist()
         assert known[wanted][: len(golden)] == golden[: wanted.max_tokens]
@@ -138,16 +147,24 @@ async def measure(cluster: Any) -> Bench:
         site,
         {wanted.seed: (wanted, known[wanted]) for wanted in victims},
         [(wanted, known[wanted]) for wanted in beside],
+        check,
     )
 
 
 @pytest.mark.parametrize("case", parameters())
 def test_fault_ends_right_or_clearly_and_everything_comes_back(bench: Bench, case: Case, record_property: Any) -> None:
+    bench.check.compare()
     ready_s, outcome, counts = asyncio.run(strike(bench, case))
+    num_rows, distance = bench.check.compare()
     record_property("outcome", outcome)
     record_property("ready_s", round(ready_s, 1))
-    print(f"FAULT {case.id} {case.target}: {outcome}, load {counts}, ready after {ready_s:.1f} s")
+    print(
+        f"FAULT {case.id} {case.target}: {outcome}, load {counts}, {num_rows} rows of logits within {distance:.1e}, "
+        f"ready after {ready_s:.1f} s"
+    )
     assert counts["complete"] > 0, "nothing beside it was served"
+    assert num_rows >= counts["complete"] * min(wanted.max_tokens for wanted, _ in bench.load), "logits are missing"
+    assert distance < logits.TOLERANCE, "a token was computed from cache that is not its own"
     assert ready_s < faults.READY_WITHIN_S
 
 

@@ -129,3 +129,9 @@ def test_misspelt_variable_is_named_with_the_nearest_setting() -> None:
     assert unknown_variables(environ, ["max_queue"]) == [
         "ISTHMUS_MAX_NUM_SEQ: no setting reads this variable; did you mean ISTHMUS_MAX_NUM_SEQS?"
     ]
+
+
+def test_logits_are_logged_only_where_test_seams_are_open() -> None:
+    with pytest.raises(ConfigError, match=r"logits_log = 'x' \(YAML\): a test seam, and test_seams is false"):
+        merged(yaml={"logits_log": "x"})
+    assert merged(yaml={"logits_log": "x", "test_seams": True}).logits_log == "x"
