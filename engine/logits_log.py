@@ -32,7 +32,8 @@ class LogitsLog:
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{name}-{os.getpid()}.bin").open("ab", buffering=0)
+        # Open as long as the process lives.
+        self._fd = os.open(folder / f"{name}-{os.getpid()}.bin", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._tokens: dict[int, list[int]] = {}
 
     def on_plan(self, plan: StepPlan) -> None:
@@ -46,4 +47,4 @@ class LogitsLog:
     def on_logits(self, seq: int, position: int, logits: Tensor) -> None:
         """Append one record: logits [V] for what follows `position`."""
         row = logits.detach().float().cpu().contiguous().numpy().tobytes()
-        self._file.write(digest(self._tokens[seq][: position + 1]) + row)
+        os.write(self._fd, digest(self._tokens[seq][: position + 1]) + row)
