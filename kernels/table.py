@@ -1,0 +1,17 @@
+"""Plain-text tables of measurements, for terminals and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Return head and rows as aligned lines; the first `left` columns are aligned to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, *rows]
+    )

@@ -1,0 +1,187 @@
+"""The offline gate lets pass what ships, and refuses what must not: each fault planted once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+
+import pytest
+import triton
+import triton.language as tl
+
+from kernels import check as gate
+from kernels.offline import LIMITS
+from kernels.tiles import Variant
+from kernels.triton_env import ARCHES
+
+
+@triton.jit
+def product_kernel(a, b, out, steps, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, K)
+    total = tl.zeros((M, N), tl.float32)
+    for step in range(steps):
+        left = tl.load(a + m * 4096 + step * K + k[None, :])
+        right = tl.load(b + (step * K + k[:, None]) * 4096 + n)
+        total = tl.dot(left, right, total)
+    tl.store(out + m * N + n, total)
+
+
+@triton.jit
+def outer_kernel(a, b, out, M: tl.constexpr, N: tl.constexpr):
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    tl.store(out + m[:, None] * N + n[None, :], tl.load(a + m)[:, None] * tl.load(b + n)[None, :])
+
+
+@triton.jit
+def heavy_kernel(a, out, M: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr):
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    total = tl.load(a + m * N + n)
+    for step in tl.static_range(STEPS):
+        total = tl.dot(total.to(tl.bfloat16), tl.trans(total).to(tl.bfloat16)) + step
+    tl.store(out + m * N + n, total)
+
+
+PRODUCT = Variant(
+    op="product",
+    kernel=product_kernel,
+    signature={"a": "*bf16", "b": "*bf16", "out": "*fp32", "steps": "i32"},
+    constants={"M": 64, "N": 64, "K": 64},
+    num_warps=4,
+    num_stages=3,
+    bytes_per_program=2 * 64 * 64 * 2,
+    unaligned=("steps",),
+)
+OUTER = Variant(
+    op="outer",
+    kernel=outer_kernel,
+    signature={"a": "*bf16", "b": "*bf16", "out": "*fp32"},
+    constants={"M": 64, "N": 64},
+    num_warps=4,
+    num_stages=1,
+    tensor_ops=(),
+)
+
+
+def faults(variant: Variant, arch: str = "sm_120", **settings) -> str:
+    (report,) = gate.check([(variant, arch)], cache=None, **settings)
+    return " | ".join(report.faults)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_sound_kernel_passes_and_is_described(arch):
+    (report,) = gate.check([(PRODUCT, arch)], cache=None)
+    assert report.faults == ()
+    assert 0 < report.loop < report.instructions and report.registers > 16 and report.resident > 0
+    assert report.smem >= 2 * 64 * 64 * 2
+    # a lane of each of 4 warps executes every instruction of the loop once for the bytes of one pass
+    assert report.per_byte == pytest.approx(report.loop * 128 / PRODUCT.bytes_per_program, abs=0.01)
+    assert any(op.startswith("HGMMA" if arch == "sm_90" else "HMMA") for op in report.tensor)
+
+
+def test_spills_are_refused():
+    tile = dataclasses.replace(PRODUCT, constants={"M": 128, "N": 256, "K": 32}, num_warps=1, num_stages=1)
+    assert "B of spills: take a smaller tile" in faults(tile, limit_s=120)
+
+
+def test_missing_tensor_instructions_are_refused():
+    assert "no HMMA: " in faults(dataclasses.replace(OUTER, tensor_ops=("HMMA",)))
+
+
+def test_tensor_instructions_of_another_kind_than_declared_are_refused():
+    said = faults(dataclasses.replace(PRODUCT, tensor_ops=("QMMA",)))
+    assert "no QMMA: " in said and "HMMA.16816.F32.BF16 beside the declared ['QMMA']" in said
+
+
+def test_too_much_shared_memory_is_refused():
+    tile = dataclasses.replace(PRODUCT, constants={"M": 64, "N": 64, "K": 256}, num_warps=8, num_stages=4)
+    said = faults(tile)
+    assert "B of shared memory, a block has 101,376: fewer stages" in said
+    assert LIMITS["sm_120"].block_smem == 101_376
+
+
+def test_one_byte_loads_of_an_unaligned_pointer_are_counted():
+    tile = dataclasses.replace(OUTER, signature={**OUTER.signature, "a": "*u8", "b": "*u8", "out": "*u8"})
+    (report,) = gate.check([(dataclasses.replace(tile, unaligned=("a", "b")), "sm_120")], cache=None)
+    assert report.narrow > 0 and report.faults == ()
+
+
+def test_a_kernel_that_does_not_compile_is_refused_with_the_reason():
+    said = faults(dataclasses.replace(PRODUCT, signature={**PRODUCT.signature, "a": "*fp8e4nv"}))
+    assert "does not compile" in said and "fp8e4nv" in said
+
+
+def test_a_variant_that_does_not_fit_its_kernel_is_refused():
+    said = faults(dataclasses.replace(PRODUCT, signature={"a": "*bf16", "bb": "*bf16", "out": "*fp32", "steps": "i32"}))
+    assert "arguments without a type or value ['b']" in said and "['bb']" in said
+
+
+def test_a_compilation_that_takes_too_long_is_ended():
+    heavy = Variant(
+        op="heavy",
+        kernel=heavy_kernel,
+        signature={"a": "*fp32", "out": "*fp32"},
+        constants={"M": 128, "N": 128, "STEPS": 64},
+        num_warps=4,
+        num_stages=1,
+    )
+    begin = time.monotonic()
+    assert "not compiled in 0.5 s" in faults(heavy, limit_s=0.5)
+    assert time.monotonic() - begin < 20
+
+
+def test_reports_are_kept_until_something_changes(tmp_path):
+    job = [(OUTER, "sm_120")]
+    (first,) = gate.check(job, cache=tmp_path)
+    (again,) = gate.check(job, cache=tmp_path)
+    assert not first.cached and again == dataclasses.replace(first, cached=True)
+    (changed,) = gate.check([(dataclasses.replace(OUTER, num_warps=8), "sm_120")], cache=tmp_path)
+    assert not changed.cached
+
+
+def test_a_kept_refusal_still_refuses(tmp_path):
+    job = [(dataclasses.replace(OUTER, tensor_ops=("HMMA",)), "sm_120")]
+    gate.check(job, cache=tmp_path)
+    (again,) = gate.check(job, cache=tmp_path)
+    assert again.cached and again.faults
+
+
+def test_a_torn_cache_file_is_compiled_anew(tmp_path):
+    gate.check([(OUTER, "sm_120")], cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:40])
+    (report,) = gate.check([(OUTER, "sm_120")], cache=tmp_path)
+    assert not report.cached and report.faults == ()
+
+
+def test_every_shipped_variant_passes(tmp_path, capsys):
+    """What `make check` runs; with its cache, so that make check test compiles once."""
+    code = gate.main(["--json", str(tmp_path / "rows.json")])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["arch"] for row in rows} == set(ARCHES)
+    assert all(row["spill"] == 0 and row["instructions"] for row in rows)
+
+
+def test_failures_exit_with_one_and_say_which(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gate, "shipped", lambda arch: [OUTER, dataclasses.replace(OUTER, tensor_ops=("HMMA",))])
+    assert gate.main(["--arch", "sm_120"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL outer_kernel [M=64,N=64,4w1s] on sm_120: no HMMA" in said and "1 refused" in said
+    assert len(os.listdir(tmp_path / "isthmus" / "kernels")) == 2
+
+
+def test_nothing_to_compile_is_a_failure(monkeypatch):
+    monkeypatch.setattr(gate, "shipped", lambda arch: [])
+    assert gate.main([]) == 1
+
+
+def test_an_unknown_kernel_is_named_with_the_known_ones(monkeypatch, capsys):
+    monkeypatch.setattr(gate, "shipped", lambda arch: [OUTER])
+    with pytest.raises(SystemExit) as stopped:
+        gate.main(["--kernel", "inner"])
+    assert stopped.value.code == 2
+    assert "no kernel or operation inner; there are outer, outer_kernel" in capsys.readouterr().err
