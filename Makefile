@@ -30,7 +30,7 @@ help:
 	@echo "make test       set up, then run the tests                                   [PYTEST_ARGS=]"
 	@echo "make test-long  the tests that take longer than CI allows"
 	@echo "make mutants    plant each fault of tests/mutants in a copy and show the test that sees it"
-	@echo "make check      formatting, lint and types;  make format  puts the first two right"
+	@echo "make check      formatting, lint, types, GPU kernels compiled offline;  make format  fixes the first two"
 	@echo "make venv       set up only;                 make clean   removes what was set up"
 
 serve: $(STAMP)
@@ -49,6 +49,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m kernels.check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -123,6 +123,24 @@ def _check(argv: list[str]) -> int:
     return 0
 
 
+@verb("kernels", "`kernels check`: compile every GPU kernel for its targets and check it; needs no GPU")
+def _kernels(argv: list[str]) -> int:
+    if argv[:1] != ["check"]:
+        return _usage("kernels", "check [--arch sm_120|sm_90] [--kernel NAME] [--json FILE] [--no-cache]", argv)
+    from kernels.check import main as run
+
+    return run(argv[1:], prog="isthmus kernels check")
+
+
+@verb("bench", "`bench kernels`: measure GPU kernels on the GPU of this machine")
+def _bench(argv: list[str]) -> int:
+    if argv[:1] != ["kernels"]:
+        return _usage("bench", "kernels --group GROUP [--filter TEXT] [--json FILE]", argv)
+    from kernels.bench import main as run
+
+    return run(argv[1:], prog="isthmus bench kernels")
+
+
 @verb("router", "run a router by hand, = python -m router")
 def _router(argv: list[str]) -> int:
     from router.__main__ import main as run
@@ -142,6 +160,13 @@ def _decode_worker(argv: list[str]) -> int:
     from decode_worker.__main__ import main as run
 
     return run(_with_model_folder(argv))
+
+
+def _usage(name: str, rest: str, argv: list[str]) -> int:
+    """Print how a verb with one sub-command is called; asking for that is no error."""
+    asked = argv[:1] in (["-h"], ["--help"])
+    print(f"usage: isthmus {name} {rest}", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 def _with_model_folder(argv: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import triton
 import triton.language as tl
 
+from deploy import cli
 from kernels import check as gate
 from kernels.offline import LIMITS
 from kernels.tiles import Variant
@@ -185,3 +186,16 @@ def test_an_unknown_kernel_is_named_with_the_known_ones(monkeypatch, capsys):
         gate.main(["--kernel", "inner"])
     assert stopped.value.code == 2
     assert "no kernel or operation inner; there are outer, outer_kernel" in capsys.readouterr().err
+
+
+def test_the_command_passes_its_arguments_on(monkeypatch, capsys):
+    monkeypatch.setattr(gate, "shipped", lambda arch: [OUTER])
+    with pytest.raises(SystemExit):
+        cli.main(["kernels", "check", "--kernel", "inner"])
+    assert "isthmus kernels check: error: no kernel or operation inner" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["kernels"], ["kernels", "chek"], ["bench"], ["bench", "router"]])
+def test_an_incomplete_command_shows_its_usage(words, capsys):
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"usage: isthmus {words[0]} ")
