@@ -116,13 +116,14 @@ class FakeWorker:
             task.cancel()
         for server in self._server.servers:
             server.close()
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+        self.cut_connections()
         self._server.should_exit = self._server.force_exit = True
         await self._serving
+        # One that was being accepted meanwhile is known only now; a dead process holds none.
+        self.cut_connections()
 
     def cut_connections(self) -> None:
-        """Break every connection of a worker that goes on living."""
+        """Break every connection; the worker itself goes on."""
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
@@ -573,6 +574,17 @@ class FakeCluster:
         await serving
         for worker in (*self.prefills, *self.decodes):
             await worker.kill()
+        await self._end_connections()
+
+    async def _end_connections(self) -> None:
+        """Close what is left, as the end of a process does: a connection may be in the making when its server dies.
+
+        Connections that a living router forgets are looked for with real processes (tests/cluster/test_soak.py).
+        """
+        for transport in list(self.loop._transports.values()):  # type: ignore[attr-defined]
+            transport.abort()
+        for _ in range(3):
+            await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="session")
