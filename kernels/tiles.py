@@ -53,7 +53,12 @@ class Variant:
     maxnreg: int | None = None
 
 
-TILES: dict[str, dict[str, tuple[Tile, ...]]] = {}
+TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "cache_write": {
+        "sm_120": (Tile({"BLOCK_H": 8}, num_warps=4),),
+        "sm_90": (Tile({"BLOCK_H": 8}, num_warps=4),),
+    },
+}
 
 
 def tile_for(op: str, arch: str, **shape: int) -> Tile:
