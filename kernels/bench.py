@@ -11,7 +11,7 @@ many replays over the launches in it. Launch i works on input i mod COPIES, each
 warmed up before. Each bench is measured in three conditions:
 
     alone   the kernel back to back with itself. A small input stays in L2 (the row says how much is in rotation)
-    cold    a copy of twice the L2 before each launch; cost by difference to the copies alone
+    cold    twice the L2 is read before each launch; cost by difference to the reads alone
     chain   a matrix product, then every bench of the same `chain` in order, then a norm; cost by difference to the
             same graph without this bench, and with each launch on its own data
 
@@ -36,14 +36,12 @@ from pathlib import Path
 import torch
 
 import kernels
+from kernels.gpu_timer import Device, Launch, describe, graph_timer, warm_clocks
 from kernels.table import format_table
 
 GROUPS = ("attention", "moe", "linear", "indexer", "sampling", "prefill")
 COPIES = 8
-LAUNCHES = 64  # in one graph, at least: its own launch takes microseconds
-REPLAYS = 60
 
-Launch = Callable[[], object]
 Timer = Callable[[Sequence[Launch]], list[float]]
 
 
@@ -68,20 +66,6 @@ class Bench:
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
-    """A device's ceilings: memory bytes/s, bf16 operations/s, bytes of L2, and where the first two come from."""
-
-    name: str
-    bandwidth: float
-    bf16: float
-    l2: int
-    source: str
-
-    def floor_us(self, bench: Bench) -> float:
-        return 1e6 * max(bench.bytes / self.bandwidth, bench.flops / self.bf16)
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """One result. us: median; low, high: 10th and 90th percentile of the replays.   fraction: floor_us / us."""
 
@@ -100,14 +84,6 @@ class Row:
     conditions: str
 
 
-# Copy bandwidth (read + write) and bf16 product of random data, both through torch; a name is matched by its beginning.
-_CEILINGS = {
-    "NVIDIA H200": (4.3e12, 788e12, "measured"),
-    "NVIDIA RTX PRO 6000 Blackwell Server": (1.597e12, 439e12, "not measured: vendor's figures"),
-    "NVIDIA RTX PRO 6000 Blackwell": (1.792e12, 503e12, "not measured: vendor's figures"),
-}
-
-
 def collect(which: str = "benches") -> list[Bench]:
     """Return what all kernel modules export as `benches` (or `samples`), in the order of the modules' names."""
     names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__))
@@ -116,37 +92,58 @@ def collect(which: str = "benches") -> list[Bench]:
     return [bench for module in modules if hasattr(module, which) for bench in getattr(module, which)()]
 
 
-def measure(
-    benches: Sequence[Bench], selected: Sequence[Bench], device: Device, target: torch.device, timer: Timer, commit: str
-) -> list[Row]:
-    """Return the rows of the `selected` ones of `benches`; the others take part in chains only."""
-    rows: list[Row] = []
-    stream, product, norm = _neighbours(device, target)
-    flushes = [stream] * COPIES
-    flush_us = timer(flushes)
-    for bench in selected:
-        own = [bench.make(target, i) for i in range(COPIES)]
-        rows.append(_row(bench, "alone", [t / COPIES for t in timer(own)], device, commit))
-        spoilt = timer([launch for pair in zip(flushes, own, strict=True) for launch in pair])
-        rows.append(_row(bench, "cold", _difference(spoilt, flush_us), device, commit))
-        before, after = _around(bench, benches)
-        parts = {id(other): [other.make(target, i) for i in range(COPIES)] for other in [*before, *after]}
-        whole, without = [], []
-        for i in range(COPIES):
-            head = [product, *(parts[id(other)][i] for other in before)]
-            tail = [*(parts[id(other)][i] for other in after), norm]
-            whole += [*head, own[i], *tail]
-            without += [*head, *tail]
-        rows.append(_row(bench, "chain", _difference(timer(whole), timer(without)), device, commit))
-    return rows
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What is launched around a bench: a read of twice the L2 and its time, a product before, a norm after."""
+
+    target: torch.device
+    timer: Timer
+    flush: Launch
+    flush_us: list[float]
+    product: Launch
+    norm: Launch
+
+    @classmethod
+    def prepare(cls, device: Device, target: torch.device, timer: Timer) -> Surroundings:
+        """Allocate on `target` and time the flush. The product is [16, 1024] x [1024, 4096], bfloat16."""
+        filler = torch.randn(2 * device.l2 // 4, device=target)  # only read: dirty lines would be written back later
+        total = torch.empty((), device=target)
+        x, weight = (torch.randn(shape, dtype=torch.bfloat16, device=target) for shape in ((16, 1024), (1024, 4096)))
+        y = torch.empty(16, 4096, dtype=torch.bfloat16, device=target)
+        normed = torch.empty(16, dtype=torch.bfloat16, device=target)
+
+        def flush() -> object:
+            return torch.sum(filler, dim=0, out=total)
+
+        return cls(
+            target,
+            timer,
+            flush,
+            timer([flush] * COPIES),
+            lambda: torch.matmul(x, weight, out=y),
+            lambda: torch.linalg.vector_norm(y, dim=1, out=normed),
+        )
 
 
-def _around(bench: Bench, benches: Sequence[Bench]) -> tuple[list[Bench], list[Bench]]:
-    if bench.chain is None:
-        return [], []
-    chain = [other for other in benches if other.chain == bench.chain]
-    at = chain.index(bench)
-    return chain[:at], chain[at + 1 :]
+def measure(bench: Bench, chain: Sequence[Bench], around: Surroundings, device: Device, commit: str) -> list[Row]:
+    """Return the three rows of `bench`. chain: the benches of its chain in order, itself among them."""
+    own, *others = ([each.make(around.target, i) for i in range(COPIES)] for each in _first(bench, chain))
+    alone = [us / COPIES for us in around.timer(own)]
+    cold = around.timer([launch for own_i in own for launch in (around.flush, own_i)])
+    inputs = dict(zip(map(id, _first(bench, chain)), [own, *others], strict=True))
+    whole = [step for i in range(COPIES) for step in _pass(chain, inputs, i, around)]
+    rest = [step for i in range(COPIES) for step in _pass([b for b in chain if b is not bench], inputs, i, around)]
+    chained = _difference(around.timer(whole), around.timer(rest))
+    times = {"alone": alone, "cold": _difference(cold, around.flush_us), "chain": chained}
+    return [_row(bench, condition, found, device, commit) for condition, found in times.items()]
+
+
+def _first(bench: Bench, chain: Sequence[Bench]) -> list[Bench]:
+    return [bench, *(other for other in chain if other is not bench)]
+
+
+def _pass(chain: Sequence[Bench], inputs: dict[int, list[Launch]], i: int, around: Surroundings) -> list[Launch]:
+    return [around.product, *(inputs[id(bench)][i] for bench in chain), around.norm]
 
 
 def _difference(whole: Sequence[float], without: Sequence[float]) -> list[float]:
@@ -155,7 +152,7 @@ def _difference(whole: Sequence[float], without: Sequence[float]) -> list[float]
 
 
 def _row(bench: Bench, condition: str, times: Sequence[float], device: Device, commit: str) -> Row:
-    us, floor = statistics.median(times), device.floor_us(bench)
+    us, floor = statistics.median(times), device.floor_us(bench.bytes, bench.flops)
     deciles = statistics.quantiles(times, n=10, method="inclusive")
     return Row(
         op=bench.op,
@@ -174,64 +171,6 @@ def _row(bench: Bench, condition: str, times: Sequence[float], device: Device, c
     )
 
 
-def _neighbours(device: Device, target: torch.device) -> tuple[Launch, Launch, Launch]:
-    """Return a copy larger than L2, a product [16, 1024] x [1024, 4096] and a norm of its result."""
-    source = torch.ones(device.l2, dtype=torch.uint8, device=target)  # reads one L2, writes another
-    sink = torch.empty_like(source)
-    x = torch.randn(16, 1024, dtype=torch.bfloat16, device=target)
-    weight = torch.randn(1024, 4096, dtype=torch.bfloat16, device=target)
-    y = torch.empty(16, 4096, dtype=torch.bfloat16, device=target)
-    normed = torch.empty(16, dtype=torch.float32, device=target)
-    return (
-        lambda: sink.copy_(source),
-        lambda: torch.matmul(x, weight, out=y),
-        lambda: torch.linalg.vector_norm(y, dim=1, dtype=torch.float32, out=normed),
-    )
-
-
-def graph_timer(launches: Sequence[Launch], *, replays: int = REPLAYS) -> list[float]:
-    """Return the microseconds that one pass over `launches` takes, once for each replay of a graph of many passes."""
-    passes = -(-LAUNCHES // len(launches))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and allocates
-        for launch in launches:
-            launch()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(passes):
-            for launch in launches:
-                launch()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(10):
-        graph.replay()
-    for begin, end in marks:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = [begin.elapsed_time(end) * 1e3 / passes for begin, end in marks]
-    graph.reset()
-    return times
-
-
-def describe(target: torch.device) -> Device:
-    """Return the device's ceilings; one that is not in the table is measured with a copy and a product."""
-    properties = torch.cuda.get_device_properties(target)
-    l2 = int(properties.L2_cache_size)
-    for name, (bandwidth, bf16, source) in _CEILINGS.items():
-        if properties.name.startswith(name):
-            return Device(properties.name, bandwidth, bf16, l2, source)
-    big = torch.empty(1 << 30, dtype=torch.uint8, device=target)
-    other = torch.empty_like(big)
-    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=target) for _ in range(2))
-    copy_us = statistics.median(graph_timer([lambda: other.copy_(big)], replays=5))
-    product_us = statistics.median(graph_timer([lambda: a @ b], replays=5))
-    return Device(properties.name, (2 << 30) / copy_us * 1e6, 2 * 4096**3 / product_us * 1e6, l2, "measured just now")
-
-
 def current_commit() -> str:
     """Return the checkout's commit, with "+" if files differ from it; else $ISTHMUS_COMMIT, else "unknown"."""
     here = Path(__file__).resolve().parent
@@ -243,13 +182,6 @@ def current_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("ISTHMUS_COMMIT", "unknown")
     return said[0] + ("+" if said[1] else "")
-
-
-def _warm_clocks(target: torch.device) -> None:
-    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=target)
-    for _ in range(500):
-        a @ a
-    torch.cuda.synchronize()
 
 
 def format_rows(rows: Sequence[Row]) -> str:
@@ -283,8 +215,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m kernels.be
     if not selected:
         parser.error(f"nothing in group {args.group} matches; it has {sorted({bench.op for bench in benches})}")
     if args.list:
-        rows = [[b.op, b.shape, b.chain or "-", f"{b.bytes:,}", f"{b.flops:,}"] for b in selected]
-        print(format_table(["op", "shape", "chain", "bytes", "flops"], rows, left=3))
+        lines = [[b.op, b.shape, b.chain or "-", f"{b.bytes:,}", f"{b.flops:,}"] for b in selected]
+        print(format_table(["op", "shape", "chain", "bytes", "flops"], lines, left=3))
         return 0
     if not torch.cuda.is_available():
         print(
@@ -292,15 +224,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m kernels.be
         )
         return 1
     target = torch.device("cuda", torch.cuda.current_device())
-    _warm_clocks(target)
+    warm_clocks(target)
     device, commit = describe(target), current_commit()
     print(f"{device.name}, L2 {device.l2 >> 20} MiB, floors at {device.bandwidth / 1e12:.2f} TB/s and "
           f"{device.bf16 / 1e12:.0f} TFLOP/s ({device.source}); commit {commit}", flush=True)  # fmt: skip
+    around = Surroundings.prepare(device, target, graph_timer)
     rows: list[Row] = []
     failed = 0
     for bench in selected:
         try:
-            rows += measure(benches, [bench], device, target, graph_timer, commit)
+            chain = [b for b in benches if b is bench or (b.chain and b.chain == bench.chain)]
+            rows += measure(bench, chain, around, device, commit)
         except Exception as error:  # one kernel's failure must not cost the others' rows
             failed += 1
             print(f"FAIL {bench.op} {bench.shape}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
