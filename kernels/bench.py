@@ -67,7 +67,10 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One result. us: median; low, high: 10th and 90th percentile of the replays.   fraction: floor_us / us."""
+    """One result. us: median; low, high: 10th and 90th percentile of the replays.   fraction: floor_us / us.
+
+    A time by difference can come out below 0 where noise exceeds it; fraction is None then.
+    """
 
     op: str
     shape: str
@@ -76,7 +79,7 @@ class Row:
     low_us: float
     high_us: float
     floor_us: float
-    fraction: float
+    fraction: float | None
     copies: int
     rotated_bytes: int
     device: str
@@ -127,19 +130,15 @@ class Surroundings:
 
 def measure(bench: Bench, chain: Sequence[Bench], around: Surroundings, device: Device, commit: str) -> list[Row]:
     """Return the three rows of `bench`. chain: the benches of its chain in order, itself among them."""
-    own, *others = ([each.make(around.target, i) for i in range(COPIES)] for each in _first(bench, chain))
+    inputs = {id(each): [each.make(around.target, i) for i in range(COPIES)] for each in chain}
+    own = inputs[id(bench)]
     alone = [us / COPIES for us in around.timer(own)]
     cold = around.timer([launch for own_i in own for launch in (around.flush, own_i)])
-    inputs = dict(zip(map(id, _first(bench, chain)), [own, *others], strict=True))
     whole = [step for i in range(COPIES) for step in _pass(chain, inputs, i, around)]
     rest = [step for i in range(COPIES) for step in _pass([b for b in chain if b is not bench], inputs, i, around)]
     chained = _difference(around.timer(whole), around.timer(rest))
     times = {"alone": alone, "cold": _difference(cold, around.flush_us), "chain": chained}
     return [_row(bench, condition, found, device, commit) for condition, found in times.items()]
-
-
-def _first(bench: Bench, chain: Sequence[Bench]) -> list[Bench]:
-    return [bench, *(other for other in chain if other is not bench)]
 
 
 def _pass(chain: Sequence[Bench], inputs: dict[int, list[Launch]], i: int, around: Surroundings) -> list[Launch]:
@@ -162,7 +161,7 @@ def _row(bench: Bench, condition: str, times: Sequence[float], device: Device, c
         low_us=round(deciles[0], 2),
         high_us=round(deciles[-1], 2),
         floor_us=round(floor, 2),
-        fraction=round(floor / us, 3) if us > 0 else float("nan"),
+        fraction=round(floor / us, 3) if us > 0 else None,
         copies=COPIES,
         rotated_bytes=COPIES * bench.bytes,
         device=device.name,
@@ -195,7 +194,7 @@ def format_rows(rows: Sequence[Row]) -> str:
             *(op, shape, f"{by['alone'].floor_us:.2f}"),
             *(f"{by[condition].us:.2f}" for condition in ("alone", "cold", "chain")),
             f"{by['alone'].low_us:.2f}-{by['alone'].high_us:.2f}",
-            *(f"{by['alone'].fraction:.0%}", f"{by['alone'].rotated_bytes / 1e6:.1f}"),
+            *(f"{by['alone'].fraction or 0:.0%}", f"{by['alone'].rotated_bytes / 1e6:.1f}"),
         ]
         for (op, shape), by in found.items()
     ]

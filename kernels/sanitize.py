@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 3 python -m kernels.sanitize --group attention
 
 Inputs are the `samples()` of the kernels' modules (kernels/bench.py). Every tensor gets an allocation of its own, so
-that memcheck sees an access one byte past it. racecheck sees shared memory only.
+that memcheck sees an access one byte past it. racecheck sees shared memory only. With
+TRITON_INTERPRET=1 they run on the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.bench import GROUPS, collect
+from kernels.triton_env import INTERPRETED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples = [s for s in samples if (args.filter or "") in f"{s.op} {s.shape}"]
     if not samples:
         parser.error("no sample matches")
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not INTERPRETED:
         print(f"kernels.sanitize: no CUDA device here (torch {torch.__version__})", file=sys.stderr)
         return 1
-    target = torch.device("cuda", torch.cuda.current_device())
+    target = torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
     for sample in samples:
         print(f"{sample.op} {sample.shape}", flush=True)  # before it runs: the checker's report follows it
         sample.make(target, 0)()
-        torch.cuda.synchronize()
+        if target.type == "cuda":
+            torch.cuda.synchronize()
     print(f"{len(samples)} samples ran", flush=True)
     return 0
 
