@@ -1,4 +1,4 @@
-"""Operations of DeepSeek-V4, one a file: a plain torch reference and a wrapper that checks shapes.
+"""Operations of DeepSeek-V4, one a file: a torch reference, a Triton kernel for some, a wrapper that checks and chooses.
 
     quant             blocks of e4m3 and e2m1 with power-of-two scales; Hadamard transform
     rows              formats of a cache row, and typed views of paged pools
@@ -12,6 +12,11 @@
     sparse_attention  shared-KV attention over window and selected entries, with sink
     moe               routing and experts
     sampling          penalties, truncation, noise keyed by (seed, position)
+
+    tiles, triton_env   how kernels are cut for each architecture; where Triton runs
+    check, offline      the gate: every tile compiled for its targets without a GPU
+    bench, gpu_timer    times on a GPU by graph replay;  sanitize: small inputs under compute-sanitizer
+    table               tables for terminals
 
 Nothing here knows a model, a request or a weight file. Import the modules themselves: this package loads nothing.
 """

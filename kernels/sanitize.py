@@ -4,8 +4,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 3 python -m kernels.sanitize --group attention
 
 Inputs are the `samples()` of the kernels' modules (kernels/bench.py). Every tensor gets an allocation of its own, so
-that memcheck sees an access one byte past it. racecheck sees shared memory only. With
-TRITON_INTERPRET=1 they run on the CPU.
+that memcheck sees an access one byte past it. racecheck sees shared memory only. Under TRITON_INTERPRET=1 they run on
+the CPU.
 """
 
 from __future__ import annotations
