@@ -124,9 +124,10 @@ class DecodeWorker:
 
     def schedule(self) -> StepPlan | None:
         plan = self._scheduler.schedule()
-        if plan is not None:
-            self._num_steps += bool(plan.steps)
-        return plan
+        if plan is None:
+            return None
+        self._num_steps += bool(plan.steps)
+        return self.seams.of_step(plan)
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         for progress in self._scheduler.commit(plan, result):
@@ -178,6 +179,7 @@ class DecodeWorker:
             quarantined_blocks=self.landings.quarantined_blocks,
             open_landings=self.landings.num_open,
             num_steps=self._num_steps,
+            steps_without_memory=self._scheduler.num_delays,
             output_tokens=self._num_output_tokens,
             transfer_failures=self.landings.num_failures,
             stale_messages=self.landings.num_stale,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -119,6 +120,12 @@ class RunningSequences:
             sampled=sampled,
             last_rows=ragged.query_start[1:][list(sampled)] - 1,
         )
+
+    def unpack(self, steps: Sequence[SequenceStep]) -> list[SequenceStep]:
+        """Undo `pack`, but for the new blocks, which stay; return the steps as they may be packed again."""
+        for step in steps:
+            self[step.seq].length = step.start
+        return [msgspec.structs.replace(step, new_block_ids=[]) for step in steps]
 
     def _check_blocks(self, seq: int, block_ids: Sequence[int]) -> None:
         bad = [b for b in block_ids if not 0 <= b < self._num_blocks]

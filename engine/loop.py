@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 import psutil
 
 from engine import plan as messages
@@ -236,7 +237,7 @@ class EngineLoop(Generic[W]):
         self._results[result.rank] = result
         if len(self._results) == len(self._end.channels):
             step, self._step = self._step, None
-            self.worker.commit(step, self._results[0])
+            self.worker.commit(step, merge_results(self._results))
             self._results.clear()
 
     def _plan(self) -> None:
@@ -256,6 +257,21 @@ class EngineLoop(Generic[W]):
         self.worker.abort_all(reason)
         self._listener.on_outputs(self.worker.take_outputs(), self.worker.stats())
         self._listener.on_failed(reason)
+
+
+def merge_results(results: dict[int, messages.StepResult]) -> messages.StepResult:
+    """Return rank 0's tokens, and what failed at any rank: one that has no row of a sequence spoils it for all.
+
+    A sequence for which only some ranks had memory can't be tried again: their caches differ now.
+    """
+    failed: dict[int, str] = {}
+    for rank, result in sorted(results.items()):
+        for seq, reason in result.failed:
+            failed.setdefault(seq, reason if len(results) == 1 else f"rank {rank}: {reason}")
+    for seq in failed:
+        if all((seq, messages.NO_MEMORY) in result.failed for result in results.values()):
+            failed[seq] = messages.NO_MEMORY
+    return msgspec.structs.replace(results[0], failed=list(failed.items()))
 
 
 def _is_stopped(pid: int) -> bool:

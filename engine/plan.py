@@ -13,6 +13,8 @@ import msgspec
 from kv_transfer.landing import Landing
 from router.protocol import NumaBinding, SamplingParams, WorkerState
 
+NO_MEMORY = "out of memory"
+
 
 class PlanMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Base of every message on the ring; the type travels as a tag."""
@@ -47,12 +49,16 @@ class SequenceStep(PlanMessage, frozen=True, kw_only=True, array_like=True):
 
 
 class StepPlan(PlanMessage, frozen=True, kw_only=True):
-    """One run of the model. `ends` leave first, then `starts` enter, then `steps` run (there may be none)."""
+    """One run of the model. `ends` leave first, then `starts` enter, then `steps` run (maybe none), oldest first.
+
+    exhaust: a test seam: memory fails at this operation of the step; 0: it does not.
+    """
 
     number: int
     starts: list[SequenceStart] = []
     steps: list[SequenceStep] = []
     ends: list[int] = []
+    exhaust: int = 0
 
 
 class PushPlan(PlanMessage, frozen=True, kw_only=True):
@@ -60,6 +66,7 @@ class PushPlan(PlanMessage, frozen=True, kw_only=True):
 
     block_ids, slot: the source. With is_last also the slot's record goes, and the notification with the first token.
     The blocks stay held by the sequence until the rank has answered PushDone for the last, or for the cancel.
+    fails: a test seam: the transport's call raises.
     """
 
     landing: Landing
@@ -69,6 +76,7 @@ class PushPlan(PlanMessage, frozen=True, kw_only=True):
     last: int
     is_last: bool = False
     first_token: int = -1
+    fails: bool = False
 
 
 class CancelPush(PlanMessage, frozen=True, kw_only=True):
@@ -128,7 +136,8 @@ class RankReady(PlanMessage, frozen=True, kw_only=True):
 class StepResult(PlanMessage, frozen=True, kw_only=True):
     """Tokens of step `number`, (seq, token_id) for each sequence that sampled.
 
-    failed: sequences whose own computation failed (seq, reason); the others are unharmed.
+    failed: sequences whose own computation failed (seq, reason); the others are unharmed. With the reason NO_MEMORY
+    nothing has happened to the sequence but that it has its new blocks: the same step may be tried again.
     """
 
     rank: int

@@ -5,15 +5,20 @@ token each; there is no other difference.
 
 Failing closed: a sequence whose activations or logits are not finite is reported as failed and gets no token; its
 neighbours go on, since no operation mixes rows of different sequences.
+
+A step for which there is no memory has not happened. It runs again without its newest sequence, until it fits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from engine.allocator_fault import AllocatorFault, is_out_of_memory
 from engine.batch import Batch, RunningSequences
 from engine.cache import KVCache
 from engine.config import EngineConfig
@@ -21,8 +26,11 @@ from engine.model.config import load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.weights import load_weights
-from engine.plan import StepPlan
+from engine.plan import NO_MEMORY, SequenceStep, StepPlan
+from engine.rollback import Rollback
 from engine.sampler import Sampler
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,7 +78,8 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
         """Carry out a plan; return (seq, token id) of those that sampled and (seq, reason) of those that failed.
 
-        Ends leave first, then starts enter, then steps run. A failed sequence stays until the plan that ends it.
+        Ends leave first, then starts enter, then steps run. A failed sequence stays until the plan that ends it; one
+        that failed for NO_MEMORY is as it was before the plan.
         Raises PlanError if leader and rank are out of step.
         """
         for seq in plan.ends:
@@ -84,15 +93,40 @@ class ModelRunner:
             return [], failed
         if self._model is None:
             raise RuntimeError("the model is not loaded: call load() before run()")
+        fault: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if plan.exhaust:
+            fault = AllocatorFault(plan.exhaust)
+        while steps:
+            rollback = Rollback(self.cache)
+            try:
+                with fault:
+                    tokens, unsound = self._step(self._model, steps, rollback)
+                return tokens, failed + unsound
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                log.warning("no memory for a step of %d sequences, tried with one less: %s", len(steps), error)
+            # Not before here, where the error is gone, and with it the tensors that its frames held.
+            rollback.undo()
+            fault = contextlib.nullcontext()
+            steps = self.sequences.unpack(steps)
+            failed.append((steps.pop().seq, NO_MEMORY))
+        return [], failed
+
+    def _step(
+        self, model: DeepSeekV4, steps: list[SequenceStep], rollback: Rollback
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
+        """Run steps and return tokens and failures, or raise what is_out_of_memory knows; see Rollback."""
         batch = self.sequences.pack(steps, self.device)
-        streams = self._model.forward(batch.token_ids, batch.ragged, self.cache)
+        rollback.keep(batch)
+        streams = model.forward(batch.token_ids, batch.ragged, self.cache)
         is_finite = self._finite_sequences(streams, batch)
-        failed += [
+        failed = [
             (seq, "the hidden state is not finite: the cache or the weights hold NaN or infinite values")
             for seq, fine in zip(batch.seqs, is_finite, strict=True)
             if not fine
         ]
-        tokens, unsound = self._sample(self._model, streams, batch, is_finite)
+        tokens, unsound = self._sample(model, streams, batch, is_finite)
         return tokens, failed + unsound
 
     def _finite_sequences(self, streams: Tensor, batch: Batch) -> list[bool]:

@@ -4,6 +4,10 @@ There is no notion of prefill or decode here: a sequence has tokens whose cache 
 many of them as the budget allows, and when it reaches the last one it samples. Decode is the case of one token left.
 
     add -> waiting -> running -> (finished | failed | aborted): out, its blocks are the caller's again
+    running <-> delayed: there was no memory for it; tried again when another has left, and some steps later
+
+The ranks leave the newest sequences out of a step that does not fit into memory. Those are delayed, and nothing new is
+started, as long as anything else runs; if nothing at all fits, the newest fails, one in each step.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import collections
 import dataclasses
 
 from engine.block_allocator import BlockAllocator
-from engine.plan import SequenceStart, SequenceStep, StepPlan, StepResult
+from engine.plan import NO_MEMORY, SequenceStart, SequenceStep, StepPlan, StepResult
 from engine.sequence import Sequence
 from router.protocol import FinishReason
+
+RETRY_STEPS = 64
+"""After how many steps of the others a sequence is tried again for which there was no memory: a try costs a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +58,9 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[int, Sequence] = {}
         self._parked: set[int] = set()
+        self._delayed: set[int] = set()
+        self._retry_at = 0
+        self.num_delays = 0
         self._ends: list[int] = []
         self._number = 0
         self._under_way: set[int] = set()
@@ -90,20 +100,23 @@ class Scheduler:
         """Take out a running sequence that no step has under way."""
         del self.running[sequence.seq]
         self._parked.discard(sequence.seq)
+        self._delayed.discard(sequence.seq)
         self._ends.append(sequence.seq)
+        self._retry_at = 0
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if the ranks need not be told anything."""
         starts, steps = [], []
         budget = self._max_num_batched_tokens
+        self._try_delayed()
         for sequence in self.running.values():
             if budget == 0:
                 break
-            if sequence.seq in self._parked:
+            if sequence.seq in self._parked or sequence.seq in self._delayed:
                 continue
             steps.append(self._step(sequence, budget))
             budget -= len(steps[-1].token_ids)
-        while self.waiting and budget and len(self.running) < self._max_num_seqs:
+        while self.waiting and budget and len(self.running) < self._max_num_seqs and not self._delayed:
             sequence = self.waiting.popleft()
             self.running[sequence.seq] = sequence
             starts.append(_start(sequence))
@@ -117,10 +130,38 @@ class Scheduler:
         return StepPlan(number=self._number, starts=starts, steps=steps, ends=ends)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Take in what the ranks answered to `plan`."""
+        """Take in what the ranks answered to `plan`. Nothing is returned of sequences that are delayed."""
         tokens, failed = dict(result.tokens), dict(result.failed)
         self._under_way = set()
-        return [self._commit(self.running[step.seq], step, tokens.get(step.seq), failed) for step in plan.steps]
+        untouched = self._delay(plan, failed)
+        return [
+            self._commit(self.running[step.seq], step, tokens.get(step.seq), failed)
+            for step in plan.steps
+            if step.seq not in untouched or step.seq in self._aborted_under_way
+        ]
+
+    def _delay(self, plan: StepPlan, failed: dict[int, str]) -> set[int]:
+        """Return the sequences to which nothing has happened; the others keep their entries in `failed`."""
+        hungry = [step.seq for step in plan.steps if failed.get(step.seq) == NO_MEMORY]  # oldest first
+        if not hungry:
+            return set()
+        self.num_delays += 1
+        if len(hungry) == len(plan.steps):
+            newest = hungry.pop()
+            failed[newest] = (
+                f"{NO_MEMORY} for a step of {len(plan.steps[-1].token_ids)} tokens although nothing else ran; lower "
+                "max_num_batched_tokens or kv_cache_memory_gib"
+            )
+        else:
+            self._delayed.update(hungry)
+            self._retry_at = self._number + RETRY_STEPS
+        return set(hungry)
+
+    def _try_delayed(self) -> None:
+        """Let the oldest delayed sequence in again, if it is time or nothing else would run."""
+        if self._delayed and (self._number >= self._retry_at or self._delayed >= self.running.keys() - self._parked):
+            self._delayed.remove(min(self._delayed))
+            self._retry_at = self._number + RETRY_STEPS
 
     def _commit(self, sequence: Sequence, step: SequenceStep, token_id: int | None, failed: dict[int, str]) -> Progress:
         if sequence.seq in self._aborted_under_way:

@@ -21,6 +21,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from engine.plan import StepPlan
+
 Point = Literal[
     "prefill_queued",
     "prefill_mid",
@@ -37,14 +39,17 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What to do the first time that a request gets to a point.
 
     request: part of the request id, "" is any.   n: which time, 0 is any.
-    hold: wait for /seams/release.   kill, stop: SIGKILL or SIGSTOP to leader or rank 0.   fail: this request fails.
+    hold: wait for /seams/release.   kill, stop: SIGKILL or SIGSTOP to leader or rank 0.   fail: this request fails; at
+    kv_mid and kv_done_unnotified the transfer's call raises.   exhaust: memory fails at operation `at` of the next
+    step.
     """
 
     point: Point
     request: str = ""
     n: int = 0
-    action: Literal["hold", "kill", "stop", "fail"] = "hold"
+    action: Literal["hold", "kill", "stop", "fail", "exhaust"] = "hold"
     target: Literal["leader", "rank"] = "rank"
+    at: int = 1
 
 
 class Seams:
@@ -53,6 +58,7 @@ class Seams:
         self._armed: list[Fault] = []
         self._held: list[tuple[Fault, Callable[[], None]]] = []
         self._reached: list[str] = []
+        self._exhaust = 0
 
     def arm(self, fault: Fault) -> None:
         self._armed.append(fault)
@@ -68,6 +74,12 @@ class Seams:
         for _, go_on in held:
             go_on()
         return len(held)
+
+    def of_step(self, plan: StepPlan) -> StepPlan:
+        """Return the plan as the ranks shall get it."""
+        if self._exhaust and plan.steps:
+            plan, self._exhaust = msgspec.structs.replace(plan, exhaust=self._exhaust), 0
+        return plan
 
     def at(
         self,
@@ -91,6 +103,10 @@ class Seams:
         if fault.action == "fail":
             if fail is not None:
                 fail(f"a test asked it to fail at {fault.point}")
+            return
+        if fault.action == "exhaust":
+            self._exhaust = fault.at
+            go_on()
             return
         self._held.append((fault, go_on))
         if fault.action != "hold":

@@ -19,6 +19,7 @@ from engine.block_allocator import BlockAllocator, SlotAllocator
 from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan
 from engine.plan import (
+    NO_MEMORY,
     ConnectPeer,
     DisconnectPeer,
     LeaderMessage,
@@ -189,16 +190,17 @@ class PrefillWorker:
 
     def schedule(self) -> StepPlan | None:
         plan = self._scheduler.schedule()
-        if plan is not None:
-            self._num_steps += bool(plan.steps)
-            for start in plan.starts:
-                sequence = self._scheduler.running[start.seq]
-                self._requests[sequence.request_id].started_at = self._clock()
-        return plan
+        if plan is None:
+            return None
+        self._num_steps += bool(plan.steps)
+        for start in plan.starts:
+            sequence = self._scheduler.running[start.seq]
+            self._requests[sequence.request_id].started_at = self._clock()
+        return self.seams.of_step(plan)
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        for step in plan.steps:
-            self._num_prompt_tokens += len(step.token_ids)
+        untouched = {seq for seq, reason in result.failed if reason == NO_MEMORY}
+        self._num_prompt_tokens += sum(len(step.token_ids) for step in plan.steps if step.seq not in untouched)
         for progress in self._scheduler.commit(plan, result):
             self._advance(progress)
 
@@ -255,6 +257,7 @@ class PrefillWorker:
             held_blocks=self._blocks.num_blocks - self._blocks.num_free,
             open_landings=len(self._pushes),
             num_steps=self._num_steps,
+            steps_without_memory=self._scheduler.num_delays,
             prompt_tokens=self._num_prompt_tokens,
             output_tokens=self._num_output_tokens,
             transfer_bytes=self._pushes.num_bytes,
@@ -318,7 +321,18 @@ class PrefillWorker:
         """Send to the ranks, in order: behind a push that a test holds, the later ones wait too."""
         prefill.unsent.append(plan)
         if len(prefill.unsent) == 1:
-            self.seams.at(point, prefill.sequence.request_id, lambda: self._send_unsent(prefill), n=n)
+            self.seams.at(
+                point,
+                prefill.sequence.request_id,
+                lambda: self._send_unsent(prefill),
+                n=n,
+                fail=lambda _: self._send_broken(prefill),
+            )
+
+    def _send_broken(self, prefill: _Prefill) -> None:
+        """Order a write that will raise (a test seam)."""
+        prefill.unsent = [msgspec.structs.replace(plan, fails=True) for plan in prefill.unsent]
+        self._send_unsent(prefill)
 
     def _send_unsent(self, prefill: _Prefill) -> None:
         plans, prefill.unsent = prefill.unsent, []

@@ -250,6 +250,7 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Gauges of this moment. queued_tokens: prompt tokens accepted but not computed yet.
 
     free_blocks: not held, not quarantined and not promised to a running request's growth.
+    steps_without_memory: steps that did not fit into memory, and left out or failed their newest sequences.
     """
 
     num_running: int = 0
@@ -261,6 +262,7 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     quarantined_blocks: int = 0
     open_landings: int = 0
     num_steps: int = 0
+    steps_without_memory: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     transfer_bytes: int = 0

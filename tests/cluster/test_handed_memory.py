@@ -1,7 +1,6 @@
 """Handed cases on memory and books: PD-06 (no prefix hits), SM-01, SM-04 on a pair in one thread, SM-05 on a cluster.
 
-What a case asks of captured graphs (SM-01) or of preemption (SM-04: admission promises all growth, so nobody is ever
-preempted) has no counterpart on the CPU.
+What SM-01 asks of captured graphs has no counterpart on the CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import NoCapacity
 from engine.memory_plan import PlanError, plan_memory
 from engine.model.config import load_config
+from engine.seams import Fault
 from router.protocol import AbortRequest
 
 HERE = Path(__file__).parent
@@ -184,6 +184,46 @@ def test_sm_01_batch_beyond_memory_is_refused_at_start_with_the_numbers():
     )
     with pytest.raises(PlanError, match=r"(?s)4104 slots.*kv_cache_memory_gib 1\.0.*max_num_seqs"):
         plan_memory(config, load_config(config.model))
+
+
+def test_sm_01_step_without_memory_delays_its_newest_request_alone(colocated):
+    """At decode: memory fails in four steps, each time at another operation."""
+    pair, asks = make_pair(max_num_seqs=8, decode_blocks=40), mixed(5, tokens=12)
+    for n in range(4):
+        fault = Fault(point="decode_step", request=asks[0][0], n=4 + n, action="exhaust", at=1 + 901 * n)
+        pair.decode.worker.seams.arm(fault)
+    for _ in send_all(pair, asks):
+        pass
+    assert pair.decode.worker.stats().steps_without_memory == 4
+    for name, _, _, sampling in asks:
+        assert_right(pair, pair.requests[name], colocated, sampling)
+    assert pair.is_all_free()
+
+
+def test_sm_01_chunk_without_memory_delays_the_newest_prompt(colocated):
+    """At prefill: a step has the rest of one prompt and the beginning of the next."""
+    pair = make_pair()
+    pair.prefill.worker.seams.arm(Fault(point="prefill_mid", request="first", action="exhaust", at=2000))
+    asks = [("first", prompt_of(1, 200), 3, {}), ("second", prompt_of(2, 170), 3, {})]
+    for _ in send_all(pair, asks):
+        pass
+    assert pair.prefill.worker.stats().steps_without_memory == 1
+    assert pair.prefill.worker.stats().prompt_tokens == 370
+    for name, *_ in asks:
+        assert_right(pair, pair.requests[name], colocated, {})
+
+
+def test_sm_01_request_that_does_not_fit_even_alone_fails_and_the_next_is_served(colocated):
+    pair = make_pair()
+    pair.decode.worker.seams.arm(Fault(point="decode_step", request="alone", n=2, action="exhaust", at=900))
+    alone = pair.send("alone", prompt_of(1, 40), 9)
+    pair.run_until(lambda: alone.is_over and pair.prefill.worker.is_idle)
+    assert alone.tokens == colocated.generate(alone.prompt, 9)[0][:3]
+    assert "out of memory for a step of 1 tokens" in alone.errors[0]
+    assert pair.is_all_free()
+    again = pair.send("again", prompt_of(1, 40), 9)
+    pair.run_until(lambda: again.is_over and pair.prefill.worker.is_idle)
+    assert_right(pair, again, colocated, {})
 
 
 # ---------------------------------------------------------------- SM-04

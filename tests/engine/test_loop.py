@@ -14,7 +14,7 @@ from multiprocessing.context import SpawnProcess
 import pytest
 
 from engine import plan as messages
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, merge_results
 from engine.ring import RING_BYTES, LeaderEnd, Waiter, open_rank_end
 from engine.seams import Seams
 from router.protocol import NumaBinding, SequenceOutput, WorkerState, WorkerStats
@@ -220,3 +220,23 @@ def test_stop_ends_rank_and_loop(running: Running) -> None:
     running.close()
     assert running.rank.exitcode == 0
     assert not running.thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "merged"),
+    [
+        ([[(1, "NaN")]], [(1, "NaN")]),
+        ([[], [(2, "NaN")]], [(2, "rank 1: NaN")]),
+        ([[(1, messages.NO_MEMORY)], [(1, messages.NO_MEMORY)]], [(1, messages.NO_MEMORY)]),
+        ([[], [(1, messages.NO_MEMORY)]], [(1, f"rank 1: {messages.NO_MEMORY}")]),
+        ([[(1, messages.NO_MEMORY)], [(1, "NaN")]], [(1, f"rank 0: {messages.NO_MEMORY}")]),
+    ],
+    ids=["one_rank", "one_of_two", "no_memory_anywhere", "no_memory_at_one", "for_two_reasons"],
+)
+def test_what_fails_at_one_rank_has_failed(by_rank: list[list[tuple[int, str]]], merged: list[tuple[int, str]]) -> None:
+    results = {
+        rank: messages.StepResult(rank=rank, number=1, tokens=[(1, 50 + rank)], failed=failed)
+        for rank, failed in enumerate(by_rank)
+    }
+    result = merge_results(results)
+    assert (result.failed, result.tokens) == (merged, [(1, 50)])

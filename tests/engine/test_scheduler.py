@@ -3,8 +3,8 @@
 import random
 
 from engine.block_allocator import BlockAllocator
-from engine.plan import StepPlan, StepResult
-from engine.scheduler import Progress, Scheduler
+from engine.plan import NO_MEMORY, StepPlan, StepResult
+from engine.scheduler import RETRY_STEPS, Progress, Scheduler
 from engine.sequence import Sequence, max_cached_tokens
 from router.protocol import SamplingParams
 
@@ -173,6 +173,106 @@ def test_sampling_sequence_without_a_token_fails_closed() -> None:
     assert "no token" in progress.error
 
 
+def _without_memory_for(plan: StepPlan, *hungry: int) -> StepResult:
+    tokens = [(s.seq, 50) for s in plan.steps if s.sample and s.seq not in hungry]
+    return StepResult(rank=0, number=plan.number, tokens=tokens, failed=[(seq, NO_MEMORY) for seq in hungry])
+
+
+def _seqs(plan: StepPlan | None) -> list[int]:
+    return [] if plan is None else [step.seq for step in plan.steps]
+
+
+def _with_one_delayed(blocks: BlockAllocator, **sampling: object) -> tuple[Scheduler, list[Sequence], StepPlan]:
+    """Sequence 3 of three has had no memory for its first step; returns that step, too."""
+    scheduler = _scheduler(blocks, seqs=3, tokens=64)
+    sequences = [_sequence(blocks, seq, 3, **sampling) for seq in (1, 2, 3, 4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    progress = scheduler.commit(plan, _without_memory_for(plan, 3))
+    assert [(p.sequence.seq, p.token_id) for p in progress] == [(1, 50), (2, 50)]
+    return scheduler, sequences, plan
+
+
+def test_sequence_without_memory_waits_until_another_has_left_and_runs_the_same_step() -> None:
+    scheduler, sequences, first = _with_one_delayed(BlockAllocator(64), max_tokens=9)
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None and _seqs(plan) == [1, 2]
+        scheduler.commit(plan, _answer(plan))
+    assert scheduler.abort(sequences[0])
+    plan = scheduler.schedule()
+    assert plan is not None and _seqs(plan)[:2] == [2, 3]
+    assert (plan.steps[1].start, plan.steps[1].token_ids) == (first.steps[2].start, first.steps[2].token_ids)
+    assert 3 not in [start.seq for start in plan.starts]
+    assert scheduler.num_delays == 1
+
+
+def test_sequence_without_memory_is_tried_again_after_a_while() -> None:
+    scheduler, _, _ = _with_one_delayed(BlockAllocator(64), max_tokens=RETRY_STEPS + 9)
+    batches = []
+    for _ in range(RETRY_STEPS + 1):
+        plan = scheduler.schedule()
+        assert plan is not None
+        batches.append(_seqs(plan))
+        scheduler.commit(plan, _answer(plan))
+    assert batches == [[1, 2]] * RETRY_STEPS + [[1, 2, 3]]
+
+
+def test_nothing_new_begins_while_a_sequence_waits_for_memory() -> None:
+    blocks = BlockAllocator(64)
+    scheduler = _scheduler(blocks, tokens=64)
+    for seq in (1, 2):
+        scheduler.add(_sequence(blocks, seq, 3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, _without_memory_for(plan, 2))
+    scheduler.add(_sequence(blocks, 3, 3))
+    assert _seqs(scheduler.schedule()) == [1]
+
+
+def test_sequence_without_memory_can_be_aborted() -> None:
+    blocks = BlockAllocator(64)
+    scheduler, sequences, _ = _with_one_delayed(blocks)
+    assert scheduler.abort(sequences[2])
+    assert not scheduler.holds(sequences[2])
+    plan = scheduler.schedule()
+    assert plan is not None and plan.ends == [3]
+
+
+def test_abort_under_way_of_a_sequence_without_memory_is_reported() -> None:
+    blocks = BlockAllocator(64)
+    scheduler = _scheduler(blocks, tokens=64)
+    sequences = [_sequence(blocks, seq, 3) for seq in (1, 2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None and not scheduler.abort(sequences[1])
+    progress = scheduler.commit(plan, _without_memory_for(plan, 2))
+    assert [(p.sequence.seq, p.is_aborted) for p in progress] == [(1, False), (2, True)]
+    assert not scheduler.holds(sequences[1])
+
+
+def test_sequence_without_memory_runs_when_nothing_else_does() -> None:
+    scheduler, sequences, _ = _with_one_delayed(BlockAllocator(64))
+    for sequence in sequences[:2]:
+        scheduler.park(sequence)
+    assert _seqs(scheduler.schedule()) == [3]
+
+
+def test_nothing_fits_fails_the_newest_and_keeps_the_others() -> None:
+    blocks = BlockAllocator(64)
+    scheduler = _scheduler(blocks, tokens=64)
+    for seq in (1, 2):
+        scheduler.add(_sequence(blocks, seq, 3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    [progress] = scheduler.commit(plan, _without_memory_for(plan, 2, 1))
+    assert progress.sequence.seq == 2 and "nothing else ran; lower" in progress.error
+    assert _seqs(scheduler.schedule()) == [1]
+
+
 def test_random_traffic_computes_every_token_once_and_returns_every_block() -> None:
     rng, blocks = random.Random(3), BlockAllocator(128)
     scheduler = _scheduler(blocks, seqs=5, tokens=13)
@@ -197,7 +297,10 @@ def test_random_traffic_computes_every_token_once_and_returns_every_block() -> N
             assert step.start == computed[step.seq]
             computed[step.seq] += len(step.token_ids)
             assert len(live[step.seq].block_ids) * BLOCK >= computed[step.seq]
-        for progress in scheduler.commit(plan, _answer(plan)):
+        hungry = [s.seq for s in plan.steps[rng.randrange(1, 5) :]] if rng.random() < 0.2 else []
+        for step in plan.steps:
+            computed[step.seq] -= len(step.token_ids) * (step.seq in hungry)
+        for progress in scheduler.commit(plan, _without_memory_for(plan, *hungry)):
             if progress.finish_reason or progress.is_aborted:
                 done = live.pop(progress.sequence.seq)
                 blocks.release(done.block_ids, unused_promise=done.promised)
