@@ -100,7 +100,7 @@ class Transfers:
             source_slot=order.slot if order.is_last else None,
             target_slot=landing.slot if order.is_last else None,
         )
-        self._writer.push(landing, plan, is_last=order.is_last, first_token=order.first_token)
+        self._writer.push(landing, plan, is_last=order.is_last, first_token=order.first_token, fails=order.fails)
 
     def _reconnect(self, agents: tuple[str, ...]) -> None:
         """Know the peers again that a failed write has disconnected; if one is really gone, the write will tell."""

@@ -59,6 +59,7 @@ class _Push:
     plan: TransferPlan
     is_last: bool
     first_token: int
+    fails: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,11 +141,20 @@ class Writer:
         """Landings that are neither complete nor void."""
         return len(self._open)
 
-    def push(self, landing: Landing, plan: TransferPlan, *, is_last: bool = False, first_token: int = -1) -> None:
+    def push(
+        self,
+        landing: Landing,
+        plan: TransferPlan,
+        *,
+        is_last: bool = False,
+        first_token: int = -1,
+        fails: bool = False,
+    ) -> None:
         """Queue a write into a landing, to each destination of this rank. The answer comes from `pump`.
 
         The plan may touch whole units of this landing only. With is_last it must complete the landing: every block
         of the prompt in every group, and the state record; the notification carries manifest and first token.
+        fails: a test seam: the transport's call raises.
         """
         key = (landing.generation, landing.key)
         refusal = ""
@@ -156,7 +166,7 @@ class Writer:
             self._emit(landing, "failed", is_last=is_last, error=f"push refused: landing {landing.key} {refusal}")
             return
         course = self._open.setdefault(key, self._course(landing))
-        course.queue.append(_Push(plan, is_last, first_token))
+        course.queue.append(_Push(plan, is_last, first_token, fails))
 
     def cancel(self, landing: Landing) -> None:
         """Start nothing more for a landing; when nothing is under way, say drained to its destinations.
@@ -209,6 +219,8 @@ class Writer:
         message = encode(self._last_notification(course, push)) if push.is_last else b""
         for agent in course.destinations:
             try:
+                if push.fails:
+                    raise TransferError(f"write to {agent}: a test asked it to fail")
                 transfer = self._transport.write(agent, push.plan, message)
             except TransferError as error:
                 self._fail(course, str(error))

@@ -1,7 +1,7 @@
 """The handed cases PD-02, 03, 04, 08, 09 and 11 with real processes: two prefill and two decode workers over NIXL.
 
-What they ask of n, logprobs and tools comes with those features; a link cut between router and worker, and a write
-that raises, are in tests of the parts.
+Their variants that need workers under other conditions (the only one, of another size, behind a link that can be cut)
+are in test_handed_by_hand.py. What they ask of n, logprobs and tools comes with those features.
 """
 
 from __future__ import annotations
@@ -248,6 +248,48 @@ def test_pd03_death_of_a_prefill_worker_concerns_its_own_requests_only(
             assert {w["id"]: w["generation"] for w in site.workers().values() if w["role"] == "decode"} == decodes
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("point", "n", "stream"),
+    [("kv_mid", 2, True), long("kv_mid", 1, False), long("kv_done_unnotified", 0, True)],
+    ids=["mid_streaming", "first_whole", "last_streaming"],
+)
+def test_pd03_transfer_call_that_raises_is_made_good_by_another_pair(
+    site: Any, known: Any, point: str, n: int, stream: bool
+) -> None:
+    async def run() -> None:
+        name = f"raises-{time.monotonic_ns()}"
+        failures = transfer_failures(site)
+        site.hold(point, f"{name}-1", n=n, action="fail")
+        async with client_of(site) as client:
+            beside = asyncio.create_task(faults.ask(client, body(SHORT, 150, stream=True)))
+            answer = await faults.ask(client, body(PROMPT, 16, stream=stream), name=name)
+            assert faults.judge(answer, known[PROMPT, 16, None], struck_at=0.0) == "complete"
+            assert faults.judge(await beside, known[SHORT, 150, None], struck_at=0.0) == "complete"
+        await asyncio.to_thread(site.await_idle)
+        assert transfer_failures(site) == failures + 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, long(False)], ids=["streaming", "whole"])
+def test_pd03_transfer_call_that_always_raises_is_a_clear_error(site: Any, known: Any, stream: bool) -> None:
+    async def run() -> None:
+        name = f"always-{time.monotonic_ns()}"
+        for attempt in range(1, 10):
+            site.hold("kv_mid", f"{name}-{attempt}", n=1, action="fail")
+        async with client_of(site) as client:
+            answer = await faults.ask(client, body(PROMPT, 16, stream=stream), name=name)
+        assert faults.judge(answer, known[PROMPT, 16, None], struck_at=answer.asked_at) == "error"
+        assert answer.error["code"] == "transfer_failed" and answer.token_ids == []
+
+    asyncio.run(run())
+
+
+def transfer_failures(site: Any) -> int:
+    prefills = [worker["url"] for worker in site.workers().values() if worker["role"] == "prefill"]
+    return sum(httpx.get(f"{url}/info").json()["stats"]["transfer_failures"] for url in prefills)
 
 
 async def gone(site: Any, worker: dict[str, Any], *, within_s: float = 40) -> None:
