@@ -1,4 +1,4 @@
-"""Operations of DeepSeek-V4, one a file: a torch reference, a Triton kernel for some, a wrapper that checks and chooses.
+"""Operations of DeepSeek-V4, one a file: a torch reference, perhaps a Triton kernel, a wrapper that checks and chooses.
 
     quant             blocks of e4m3 and e2m1 with power-of-two scales; Hadamard transform
     rows              formats of a cache row, and typed views of paged pools

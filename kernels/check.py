@@ -175,23 +175,51 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "isthmus" / "kernels"
 
 
+def _distinct_tiles(reports: Sequence[Report]) -> list[str]:
+    """Return each report's tile without the constants that all variants of its operation share."""
+    parts = [report.tile.split(",") for report in reports]
+    groups: dict[tuple[str, str], list[set[str]]] = {}
+    for report, own in zip(reports, parts, strict=True):
+        groups.setdefault((report.op, report.kernel), []).append(set(own))
+    shared = {name: set.intersection(*tiles) for name, tiles in groups.items()}
+    return [
+        ",".join([*(part for part in own[:-1] if part not in shared[report.op, report.kernel]), own[-1]])
+        for report, own in zip(reports, parts, strict=True)
+    ]
+
+
 def format_reports(reports: Sequence[Report]) -> str:
     """Return the table of what was compiled, and below it every fault."""
-    head = ["kernel", "tile", "target", "regs", "spill B", "smem B", "res", "insns", "loop", "insns/B", "bars", "ldg.1"]
+    head = [
+        "op",
+        "kernel",
+        "tile",
+        "target",
+        "regs",
+        "spill B",
+        "smem B",
+        "res",
+        "insns",
+        "loop",
+        "insns/B",
+        "bars",
+        "ldg.1",
+    ]
     head += ["ldg.16", "s", "tensor"]
     rows = [
         [
-            *(report.kernel, report.tile, report.arch, str(report.registers), str(report.spill), f"{report.smem:,}"),
+            *(report.op, report.kernel, tile, report.arch),
+            *(str(report.registers), str(report.spill), f"{report.smem:,}"),
             *(str(report.resident), str(report.instructions), str(report.loop)),
             "-" if report.per_byte is None else f"{report.per_byte:.2f}",
             *(str(report.barriers), str(report.narrow), str(report.wide)),
             "kept" if report.cached else f"{report.seconds:.1f}",
             "FAIL" if report.faults else ", ".join(f"{op} x{n}" for op, n in report.tensor.items()) or "none",
         ]
-        for report in reports
+        for report, tile in zip(reports, _distinct_tiles(reports), strict=True)
     ]
-    failed = [f"FAIL {r.kernel} [{r.tile}] on {r.arch}: {fault}" for r in reports for fault in r.faults]
-    return "\n".join([format_table(head, rows, left=3), "", _NOTE, *failed])
+    failed = [f"FAIL {r.op}: {r.kernel} [{r.tile}] on {r.arch}: {fault}" for r in reports for fault in r.faults]
+    return "\n".join([format_table(head, rows, left=4), "", _NOTE, *failed])
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m kernels.check") -> int:
@@ -201,7 +229,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m kernels.ch
     )
     parser.add_argument("--arch", action="append", choices=ARCHES, help="only this target; may be repeated")
     parser.add_argument(
-        "--kernel", action="append", metavar="NAME", help="only this kernel or operation; may be repeated"
+        "--kernel",
+        action="append",
+        metavar="NAME",
+        help="only operations and kernels whose name has it; may be repeated",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     parser.add_argument("--no-cache", action="store_true", help="compile what an earlier run has compiled, too")
@@ -211,11 +242,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m kernels.ch
         parser.error("TRITON_INTERPRET is set: the interpreter has nothing to compile; unset it")
     begin = time.monotonic()
     jobs = [(variant, arch) for arch in args.arch or ARCHES for variant in shipped(arch)]
-    known = sorted({name for variant, _ in jobs for name in (variant.op, variant.kernel.__name__)})
-    wanted = set(args.kernel or known)
-    if wanted - set(known):
-        parser.error(f"no kernel or operation {', '.join(sorted(wanted - set(known)))}; there are {', '.join(known)}")
-    jobs = [(variant, arch) for variant, arch in jobs if wanted & {variant.op, variant.kernel.__name__}]
+    known = [(job, f"{job[0].op} {job[0].kernel.__name__}") for job in jobs]
+    unknown = [wanted for wanted in args.kernel or () if not any(wanted in name for _, name in known)]
+    if unknown:
+        parser.error(
+            f"no kernel or operation {', '.join(unknown)}; there are: {', '.join({name for _, name in known})}"
+        )
+    jobs = [job for job, name in known if not args.kernel or any(wanted in name for wanted in args.kernel)]
     reports = check(jobs, cache=None if args.no_cache else cache_folder(), dump=args.dump)
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1) + "\n")

@@ -141,6 +141,10 @@ def repair() -> None:
         check_inside("atomic", ptrs, mask)
         return plain_rmw(self, op, ptrs, value, mask, *how)
 
+    def atomic_cas(self: Any, ptrs: Any, *operands: Any) -> Any:
+        check_inside("atomic", ptrs, handle(np.ones(ptrs.data.shape, bool), tl.int1))
+        return plain_cas(self, ptrs, *operands)
+
     def masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *how: Any) -> Any:
         check_inside("load", ptrs, mask)
         if other is None:
@@ -159,6 +163,7 @@ def repair() -> None:
 
     plain_cast, plain_dot, plain_load = builder.cast_impl, builder.create_dot, builder.create_masked_load
     plain_store, plain_rmw = builder.create_masked_store, builder.create_atomic_rmw
+    plain_cas, builder.create_atomic_cas = builder.create_atomic_cas, atomic_cas
     plain_init = interpreter.GridExecutor._init_args_hst
     plain_check = interpreter.ReduceScanOpInterface.check_tensor
     for name in ("create_fp_ext", "create_fp_trunc", "create_fp_to_fp"):

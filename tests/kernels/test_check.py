@@ -13,7 +13,7 @@ import triton.language as tl
 
 from deploy import cli
 from kernels import check as gate
-from kernels.offline import LIMITS
+from kernels.offline import LIMITS, Report
 from kernels.tiles import Variant
 from kernels.triton_env import ARCHES
 
@@ -171,8 +171,14 @@ def test_failures_exit_with_one_and_say_which(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gate, "shipped", lambda arch: [OUTER, dataclasses.replace(OUTER, tensor_ops=("HMMA",))])
     assert gate.main(["--arch", "sm_120"]) == 1
     said = capsys.readouterr().out
-    assert "FAIL outer_kernel [M=64,N=64,4w1s] on sm_120: no HMMA" in said and "1 refused" in said
+    assert "FAIL outer: outer_kernel [M=64,N=64,4w1s] on sm_120: no HMMA" in said and "1 refused" in said
     assert len(os.listdir(tmp_path / "isthmus" / "kernels")) == 2
+
+
+def test_the_table_shows_only_constants_in_which_an_operation_differs():
+    tiles = ("M=64,N=64,4w1s", "M=64,N=32,4w1s")
+    table = gate.format_reports([Report("outer", "outer_kernel", tile, "sm_90") for tile in tiles])
+    assert [line.split()[2] for line in table.splitlines()[1:3]] == ["N=64,4w1s", "N=32,4w1s"]
 
 
 def test_nothing_to_compile_is_a_failure(monkeypatch):
@@ -185,7 +191,7 @@ def test_an_unknown_kernel_is_named_with_the_known_ones(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         gate.main(["--kernel", "inner"])
     assert stopped.value.code == 2
-    assert "no kernel or operation inner; there are outer, outer_kernel" in capsys.readouterr().err
+    assert "no kernel or operation inner; there are: outer outer_kernel" in capsys.readouterr().err
 
 
 def test_the_command_passes_its_arguments_on(monkeypatch, capsys):
