@@ -2,6 +2,9 @@
 
 The cache is read and written here and nowhere else in the model. Order matters: entries of this step are stored first
 (a token sees the entry it completes), the window ring last (attention still needs the rows it overwrites).
+
+There are two ways through: steps of few tokens a sequence over packed rows run decode kernels where there are any
+(`decode_batch`), all others the operations for batches of any shape.
 """
 
 from __future__ import annotations
@@ -9,17 +12,22 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
 from engine.model.layers import Linear, RMSNorm, Rotations, Weights
 from kernels.cache_write import write_window
+from kernels.cache_write_decode import cache_write, commit_window, staging_rows
 from kernels.gemm import grouped_linear
 from kernels.norm_rope import rms_norm, rope
-from kernels.ragged import RaggedBatch
+from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.rows import Rows
 from kernels.sparse_attention import sparse_attention
+from kernels.triton_env import uses_triton
+
+DECODE_TOKENS = 8
 
 
 class CacheViews(Protocol):
@@ -27,6 +35,13 @@ class CacheViews(Protocol):
 
     def rows(self, region: str, layer: int) -> Rows:
         """Return the view of layer number `layer` inside a region."""
+
+
+def decode_batch(batch: RaggedBatch, cache: CacheViews) -> DecodeBatch | None:
+    """Return the batch as decode kernels read it, None where a step runs the operations for any shape."""
+    if not uses_triton(batch.positions) or cache.rows("window", 0).format != "packed":
+        return None
+    return batch.decode if batch.decode.max_query_len <= DECODE_TOKENS else None
 
 
 class Attention:
@@ -52,13 +67,34 @@ class Attention:
         if self.ratio == CSA_RATIO:
             self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
 
-    def __call__(self, x: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
-        """Return the sublayer's output [T, H] for normed x [T, H], and store what later steps need."""
-        rotation = rotations.tokens(self.ratio)
+    def __call__(
+        self, x: Tensor, batch: RaggedBatch, decode: DecodeBatch | None, rotations: Rotations, cache: CacheViews
+    ) -> Tensor:
+        """Return the sublayer's output [T, H] for normed x [T, H], and store what later steps need.
+
+        decode: what `decode_batch` said; `rotations` were made for it.
+        """
         latent = self.q_norm(self.q_down(x))
         q = self.q_up(latent).view(-1, self.heads, self.dim)
+        attend = self._attend if decode is None else self._attend_decode
+        out = attend(x, latent, q, self.kv(x), batch, rotations, cache).to(x.dtype)
+        groups = self.out_down.shape[0]
+        return self.out_up(grouped_linear(out.view(x.shape[0], groups, -1), self.out_down).flatten(1))
+
+    def _attend(
+        self,
+        x: Tensor,
+        latent: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        batch: RaggedBatch,
+        rotations: Rotations,
+        cache: CacheViews,
+    ) -> Tensor:
+        """Return the heads' outputs [T, H, D], turned back, with operations for any number of tokens a sequence."""
+        rotation = rotations.tokens(self.ratio)
         q = rope(rms_norm(q, eps=self.eps), rotation)
-        kv = rope(self.kv_norm(self.kv(x)), rotation)
+        kv = rope(self.kv_norm(kv), rotation)
 
         window = cache.rows("window", self.layer)
         pool, selected, is_finite = self._entries(x, latent, batch, rotations, cache)
@@ -74,12 +110,67 @@ class Attention:
             selected=selected,
         )
         write_window(kv, batch, window)
-        if is_finite is not None:
-            # A key that was never written must not pass for one that scored low.
-            out = out.masked_fill(~is_finite[:, None, None], math.nan)
-        out = rope(out, rotation.conj()).to(x.dtype)
-        groups = self.out_down.shape[0]
-        return self.out_up(grouped_linear(out.view(x.shape[0], groups, -1), self.out_down).flatten(1))
+        return rope(_spoil(out, is_finite), rotation.conj())
+
+    def _attend_decode(
+        self,
+        x: Tensor,
+        latent: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        batch: RaggedBatch,
+        rotations: Rotations,
+        cache: CacheViews,
+    ) -> Tensor:
+        """The same with decode kernels: one launch writes the cache, one attends."""
+        from kernels.sparse_attention_decode import sparse_attention_decode
+
+        decode, window = batch.decode, cache.rows("window", self.layer)
+        rotation = rotations.tokens(self.ratio)
+        pool, main, index = None, None, None
+        if self.compressor is not None:
+            name = "csa" if self.ratio == CSA_RATIO else "hca"
+            pool = cache.rows(f"{name}_kv", self.index)
+            main = self.compressor.pooling(x, state=cache.rows(f"{name}_state", self.index), pool=pool)
+        if self.indexer is not None:
+            keys = cache.rows("csa_index", self.index)
+            index = self.indexer.pooling(x, state=cache.rows("index_state", self.index), keys=keys)
+        # With one token a sequence its row may replace in the ring the one that has left the window just now.
+        staging = staging_rows(decode.num_tokens, window) if decode.max_query_len > 1 else None
+        turned = cache_write(
+            decode,
+            kv=kv,
+            kv_norm=self.kv_norm.weight,
+            rotation=rotation,
+            window=window,
+            eps=self.eps,
+            q=q,
+            ratio=self.ratio,
+            entry_rotation=rotations.entries(self.ratio) if self.ratio else None,
+            main=main,
+            index=index,
+            staging=staging,
+        )
+        assert turned is not None
+        selected, is_finite = None, None
+        if self.indexer is not None:
+            selected, is_finite = self.indexer.select(x, latent, batch, rotation, keys=keys)
+            selected = selected.to(torch.int32)
+        out = sparse_attention_decode(
+            turned,
+            decode,
+            window,
+            sink=self.sink,
+            scale=self.scale,
+            compressed=pool,
+            ratio=self.ratio,
+            selected=selected,
+            new=staging,
+            rotation=rotation,
+        )
+        if staging is not None:
+            commit_window(decode, staging, window)
+        return _spoil(out, is_finite)
 
     def _entries(
         self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews
@@ -104,3 +195,8 @@ class Attention:
             keys=cache.rows("csa_index", self.index),
         )
         return pool, selected, is_finite
+
+
+def _spoil(out: Tensor, is_finite: Tensor | None) -> Tensor:
+    """Return out [T, H, D] with NaN for tokens that scored a key never written: it must not pass for a low score."""
+    return out if is_finite is None else out.masked_fill(~is_finite[:, None, None], math.nan)

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
 from engine.model.layers import Linear, RMSNorm, Weights
 from kernels.cache_write import write_entries
+from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
 from kernels.indexer import index_entries
 from kernels.norm_rope import rope
@@ -34,13 +35,20 @@ class Compressor:
         self, x: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
     ) -> None:
         """Move `state` on by x [T, H] and store the completed entries in `pool`. rotate: Hadamard before rounding."""
-        kv, gate = torch.nn.functional.linear(x.float(), self.weight).chunk(2, -1)
+        kv, gate = self._project(x).chunk(2, -1)
         gate = gate + self.bias[batch.positions % self.ratio]
         compress = compress_csa if self.ratio == CSA_RATIO else compress_hca
         pooled = compress(kv.contiguous(), gate, batch, state)
         if pooled.shape[0]:
             rows = rope(self.norm(pooled), rotation)
             write_entries(hadamard(rows) if rotate else rows, batch, self.ratio, pool)
+
+    def pooling(self, x: Tensor, *, state: Rows, pool: Rows, rotate: bool = False) -> Pooling:
+        """Return what `cache_write` needs to do the same for x [T, H]."""
+        return Pooling(self._project(x), self.bias, self.norm.weight, state, pool, rotate)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x.float(), self.weight)
 
 
 class Indexer:
@@ -69,15 +77,27 @@ class Indexer:
 
         x [T, H]: normed hidden states.   latent [T, q_lora]: normed query latent.   rotation, entries: see Rotations.
         """
-        rotate = self.use_hadamard and keys.format in QUANTISED_INDEX
-        self.compressor(x, batch, entries, state=state, pool=keys, rotate=rotate)
+        self.compressor(x, batch, entries, state=state, pool=keys, rotate=self._rotates(keys))
+        return self.select(x, latent, batch, rotation, keys=keys)
+
+    def pooling(self, x: Tensor, *, state: Rows, keys: Rows) -> Pooling:
+        """Return what `cache_write` needs to store this step's keys."""
+        return self.compressor.pooling(x, state=state, pool=keys, rotate=self._rotates(keys))
+
+    def select(
+        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """Return selected [T, K] int64 and is_finite [T]; the keys of this step have been stored."""
         if batch.max_visible(CSA_RATIO) <= self.top_k:
             query = x.new_empty((x.shape[0], self.heads, self.dim))  # every visible entry is taken: nothing is scored
             return index_entries(query, query[..., 0], batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
         query = rope(self.query(latent).view(-1, self.heads, self.dim), rotation)
-        if rotate:
+        if self._rotates(keys):
             query = hadamard(query)
         if keys.format in QUANTISED_INDEX:
             query = round_trip(query, keys.format)
         weight = self.head_weight(x).float() * self.scale
         return index_entries(query, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
+
+    def _rotates(self, keys: Rows) -> bool:
+        return self.use_hadamard and keys.format in QUANTISED_INDEX

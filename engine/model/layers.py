@@ -47,7 +47,8 @@ class Rotations:
     """exp(1j * angle) of one step, complex64 [.., R/2].
 
     window: tokens, in layers without compressor.   compressed: tokens, in the others (another base, YaRN).
-    csa, hca: the entries completed in this step, at their first position.
+    csa, hca: the entries completed in this step, at their first position; for decode kernels a row per token, at the
+    first position of the entry that it would complete.
     """
 
     window: Tensor
@@ -81,8 +82,15 @@ class Rotary:
         ramp = ramp.clamp(0, 1)
         self.compressed = plain / yarn.factor * ramp + plain * (1 - ramp)
 
-    def at(self, batch: RaggedBatch) -> Rotations:
-        """Return the rotations of a step's tokens and completed entries."""
+    def at(self, batch: RaggedBatch, *, decode: bool = False) -> Rotations:
+        """Return the rotations of a step's tokens and completed entries; decode: for decode kernels."""
+        if decode:
+            return Rotations(
+                window=rotation_at(batch.positions, self.window),
+                compressed=rotation_at(batch.positions, self.compressed),
+                csa=rotation_at(batch.positions - CSA_RATIO + 1, self.compressed),
+                hca=rotation_at(batch.positions - HCA_RATIO + 1, self.compressed),
+            )
         return Rotations(
             window=rotation_at(batch.positions, self.window),
             compressed=rotation_at(batch.positions, self.compressed),

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.model.attention import Attention, CacheViews
+from engine.model.attention import Attention, CacheViews, decode_batch
 from engine.model.config import DeepSeekV4Config
 from engine.model.layers import HyperConnection, RMSNorm, Rotary, Rotations, Weights
 from engine.model.moe import MixtureOfExperts
 from kernels.gemm import linear
 from kernels.hyper_connection import hc_head
-from kernels.ragged import RaggedBatch
+from kernels.ragged import DecodeBatch, RaggedBatch
 
 
 class Layer:
@@ -33,12 +33,18 @@ class Layer:
         self.experts = MixtureOfExperts(weights, layer, config)
 
     def __call__(
-        self, streams: Tensor, token_ids: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews
+        self,
+        streams: Tensor,
+        token_ids: Tensor,
+        batch: RaggedBatch,
+        decode: DecodeBatch | None,
+        rotations: Rotations,
+        cache: CacheViews,
     ) -> Tensor:
         """Return the next streams [T, n, H]."""
         dtype = streams.dtype
         x, post, comb = self.attention_mix.pre(streams)
-        y = self.attention(self.attention_norm(x.to(dtype)).to(dtype), batch, rotations, cache)
+        y = self.attention(self.attention_norm(x.to(dtype)).to(dtype), batch, decode, rotations, cache)
         streams = self.attention_mix.post(y, streams, post, comb)
         x, post, comb = self.experts_mix.pre(streams)
         y = self.experts(self.experts_norm(x.to(dtype)).to(dtype), token_ids)
@@ -66,10 +72,11 @@ class DeepSeekV4:
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: CacheViews) -> Tensor:
         """Return the streams [T, n, H] after the last layer for token_ids [T] int64, and update the cache."""
-        rotations = self.rotary.at(batch)
+        decode = decode_batch(batch, cache)
+        rotations = self.rotary.at(batch, decode=decode is not None)
         streams = self.embedding[token_ids][:, None].expand(-1, self.config.hc_mult, -1)
         for layer in self.layers:
-            streams = layer(streams, token_ids, batch, rotations, cache)
+            streams = layer(streams, token_ids, batch, decode, rotations, cache)
         return streams
 
     def logits(self, streams: Tensor) -> Tensor:
