@@ -67,7 +67,11 @@ def check(
     for at, report in _compile_all([(at, *jobs[at]) for at in missing], limit_s=limit_s, dump=dump):
         reports[at] = report
         if cache is not None and report.registers:  # a crash or a timeout is tried again
-            _remember(cache / f"{keys[at]}.json", report)
+            try:
+                _remember(cache / f"{keys[at]}.json", report)
+            except OSError as error:
+                print(f"reports are not kept: {error}; XDG_CACHE_HOME names another folder", file=sys.stderr)
+                cache = None
     return [report for report in reports if report is not None]
 
 
@@ -99,7 +103,7 @@ def _compile_all(
             for late in [one for one, (_, deadline, _) in running.items() if deadline <= time.monotonic()]:
                 worker, _, (at, variant, arch) = running.pop(late)
                 _end(worker)
-                fault = f"not compiled in {limit_s:g} s: a tile this large spills by the kilobyte, take a smaller one"
+                fault = f"not compiled in {limit_s:g} s: such tiles spill by the kilobyte, take a smaller one (or is the machine busy?)"
                 yield at, _failed(variant, arch, fault)
     finally:
         for worker, _, _ in running.values():

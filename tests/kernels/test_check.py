@@ -156,6 +156,14 @@ def test_a_torn_cache_file_is_compiled_anew(tmp_path):
     assert not report.cached and report.faults == ()
 
 
+def test_a_cache_that_cannot_be_written_is_said_once_and_nothing_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    jobs = [(OUTER, "sm_120"), (OUTER, "sm_90")]
+    reports = gate.check(jobs, cache=tmp_path / "file" / "folder")
+    assert [report.faults for report in reports] == [(), ()]
+    assert capsys.readouterr().err.count("reports are not kept: ") == 1
+
+
 def test_every_shipped_variant_passes(tmp_path, capsys):
     """What `make check` runs; with its cache, so that make check test compiles once."""
     code = gate.main(["--json", str(tmp_path / "rows.json")])
