@@ -103,7 +103,7 @@ def _compile_all(
             for late in [one for one, (_, deadline, _) in running.items() if deadline <= time.monotonic()]:
                 worker, _, (at, variant, arch) = running.pop(late)
                 _end(worker)
-                fault = f"not compiled in {limit_s:g} s: such tiles spill by the kilobyte, take a smaller one (or is the machine busy?)"
+                fault = f"not compiled in {limit_s:g} s: take a smaller tile, or was the machine this busy?"
                 yield at, _failed(variant, arch, fault)
     finally:
         for worker, _, _ in running.values():
