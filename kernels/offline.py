@@ -14,6 +14,7 @@ import re
 import subprocess
 import tempfile
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,10 @@ def compile_variant(variant: Variant, arch: str, *, dump: Path | None = None) ->
         sass = _disassemble(compiled.asm["cubin"], Path(scratch))
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        stem = f"{variant.kernel.__name__}.{tile_name(variant)}.{arch}"
+        tile = tile_name(variant)  # may be longer than a file's name
+        stem = f"{re.sub(r'[^A-Za-z0-9]+', '_', variant.op)}.{zlib.crc32(tile.encode()):08x}.{arch}"
         for suffix, text in (("ptx", compiled.asm["ptx"]), ("ttgir", compiled.asm["ttgir"]), ("sass", sass)):
-            (dump / f"{stem}.{suffix}").write_text(text)
+            (dump / f"{stem}.{suffix}").write_text(f"// {variant.kernel.__name__} {tile}\n{text}")
     return _report(variant, arch, log.getvalue(), sass, compiled.metadata.shared, seconds)
 
 
