@@ -65,27 +65,30 @@ def scale_row_bytes(fmt: str, width: int) -> int:
 
 
 @triton.jit
-def norm_rope_pairs(x, weight, rotation, eps, D: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr):
-    """Return (e, o) of x [D] float32 after RMS norm with weight [D] and rope by rotation [ROPE/2, (cos, sin)]."""
+def load_rotation(rotation, D: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr):
+    """Return (cos, sin) for the pairs of a row, 1 and 0 where nothing turns. rotation: [ROPE/2, (cos, sin)] float32.
+
+    A load of its own, so that it can be sent early: nothing after a reduction overtakes its barrier.
+    """
+    pair = tl.arange(0, D // GROUP)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :] - (D - ROPE) // 2
+    cos = tl.load(rotation + 2 * pair, mask=pair >= 0, other=1.0)
+    return cos, tl.load(rotation + 2 * pair + 1, mask=pair >= 0, other=0.0)
+
+
+@triton.jit
+def norm_rope_pairs(x, weight, cos, sin, eps, D: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr):
+    """Return (e, o) of x [D] float32 after RMS norm with weight [D] and rope."""
     x = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
     e, o = pairs_of(x, D, GROUP)
-    return rope_pairs(e, o, rotation, D, GROUP, ROPE)
+    pair = tl.arange(0, D // GROUP)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+    turned = pair >= (D - ROPE) // 2
+    return tl.where(turned, e * cos - o * sin, e), tl.where(turned, o * cos + e * sin, o)
 
 
 @triton.jit
 def pairs_of(x, D: tl.constexpr, GROUP: tl.constexpr):
     """Return (e, o) of x [D]."""
     return tl.split(tl.reshape(x, (D // GROUP, GROUP // 2, 2)))
-
-
-@triton.jit
-def rope_pairs(e, o, rotation, D: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr):
-    """Return (e, o) with the last ROPE channels turned."""
-    pair = tl.arange(0, D // GROUP)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :] - (D - ROPE) // 2
-    turned = pair >= 0
-    cos = tl.load(rotation + 2 * pair, mask=turned, other=1.0)
-    sin = tl.load(rotation + 2 * pair + 1, mask=turned, other=0.0)
-    return tl.where(turned, e * cos - o * sin, e), tl.where(turned, o * cos + e * sin, o)
 
 
 @triton.jit

@@ -10,9 +10,6 @@ from kernels.norm_rope import rotation_at
 from kernels.ragged import DecodeBatch
 from kernels.row_store import store_rows
 
-# Triton's interpreter turns loop bounds into integers in a way that numpy will refuse one day.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 EPS = 1e-6
 FREQUENCIES = 10000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float32) / 64)
 

@@ -1,0 +1,366 @@
+"""The kernels of cache_write_decode.py: one launch that writes what a decode step stores, and the move from staging.
+
+`cache_write_kernel` has one program for each (part, token): the compressors first, since theirs is the longest chain of
+loads, then kv, then groups of query heads. With several tokens a sequence, the compressor's program of the first one
+follows the sequence and the others' end at once. Loads of what no recent kernel writes come before the wait for the
+kernel ahead, and before any reduction, whose barrier they can't overtake.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.compress_decode import csa_keep, csa_pool, hca_add, hca_keep, hca_resume
+from kernels.row_store import (
+    group_of,
+    hadamard_pairs,
+    load_rotation,
+    norm_rope_pairs,
+    scale_row_bytes,
+    store_row,
+    value_bytes,
+)
+from kernels.rows import Rows
+from kernels.tiles import Tile, Variant, tiles_of
+
+
+@triton.jit
+def _store_entry(
+    pooled, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
+    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
+):  # fmt: skip
+    """Norm, turn and store an entry [D] as row entry % ROWS of its block, if it has one."""
+    e, o = norm_rope_pairs(pooled, weight, cos, sin, eps, D, GROUP, ROPE)
+    if HADAMARD:
+        e, o = hadamard_pairs(e, o, GROUP)
+    if unit >= 0:
+        base = unit * unit_bytes
+        row = entry % ROWS
+        store_row(e, o, values + base + row * ROW_BYTES, scales + base + row * SCALE_BYTES, FORMAT, D, GROUP)
+
+
+@triton.jit
+def _compress_one(
+    token, sequence, position, slots, table_row,
+    new, stride, bias, norm, state, state_unit, rotation, eps, values, scales, unit_bytes,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Move one compressor of a sequence on by its only token of the step."""
+    row = new + token.to(tl.int64) * stride
+    entry = position // RATIO
+    completes = (position + 1) % RATIO == 0
+    state += tl.load(slots + sequence).to(tl.int64) * state_unit
+    unit = tl.load(table_row + entry // ROWS, mask=completes, other=-1).to(tl.int64)
+    weight = tl.load(norm + tl.arange(0, D))
+    cos, sin = load_rotation(rotation + token * ROPE, D, GROUP, ROPE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if RATIO == 4:
+        csa_keep(row, bias, state, position, D)
+        if completes:
+            pooled = csa_pool(row, stride, bias, state, position, position, D, True)
+            _store_entry(
+                pooled, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
+                ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
+            )  # fmt: skip
+    else:
+        top, total, weighted = hca_resume(state, position, D)
+        top, total, weighted = hca_add(row, bias, top, total, weighted, position, D)
+        if completes:
+            _store_entry(
+                weighted / total, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
+                ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
+            )  # fmt: skip
+        else:
+            hca_keep(state, top, total, weighted, D)
+
+
+@triton.jit
+def _compress_several(
+    token, sequence, starts, query_start, slots, table_row,
+    new, stride, bias, norm, state, state_unit, rotation, eps, values, scales, unit_bytes,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Move one compressor of a sequence on by all its tokens of the step, if `token` is the first of them."""
+    start = tl.load(starts + sequence)
+    first = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - first
+    state += tl.load(slots + sequence).to(tl.int64) * state_unit
+    weight = tl.load(norm + tl.arange(0, D))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if token == first:
+        top, total, weighted = weight, weight, weight
+        if RATIO == 128:
+            top, total, weighted = hca_resume(state, start, D)
+        i = tl.zeros((), tl.int32)
+        while i < count:
+            at = start + i
+            row = new + (token + i).to(tl.int64) * stride
+            entry = at // RATIO
+            completes = (at + 1) % RATIO == 0
+            if RATIO == 128:
+                if at % 128 == 0:
+                    top = tl.full((D,), -float("inf"), tl.float32)
+                    total = tl.zeros((D,), tl.float32)
+                    weighted = tl.zeros((D,), tl.float32)
+                top, total, weighted = hca_add(row, bias, top, total, weighted, at, D)
+            if completes:
+                unit = tl.load(table_row + entry // ROWS).to(tl.int64)
+                cos, sin = load_rotation(rotation + (token + i) * ROPE, D, GROUP, ROPE)
+                pooled = csa_pool(row, stride, bias, state, at, start, D, False) if RATIO == 4 else weighted / total
+                _store_entry(
+                    pooled, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
+                    ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
+                )  # fmt: skip
+            if RATIO == 4:
+                tl.debug_barrier()  # every thread has read the ring before any overwrites a row of it
+                csa_keep(row, bias, state, at, D)
+            i += 1
+        if RATIO == 128:  # noqa: SIM102 (decided at compile time, the next one is not)
+            if (start + count) % 128 != 0:
+                hca_keep(state, top, total, weighted, D)
+
+
+@triton.jit
+def _turn_queries(
+    token, first, is_padding, q, q_stride, out, out_stride, heads, rotation, eps,
+    D: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm and turn BLOCK_H heads of one token from `first` on; zeros for padding."""
+    h = first + tl.arange(0, BLOCK_H)[:, None]
+    at = h * D + tl.arange(0, D)[None, :]
+    pair = tl.arange(0, D // 2) - (D - ROPE) // 2
+    turned = pair >= 0
+    cos = tl.load(rotation + 2 * pair, mask=turned, other=1.0)[None, :]
+    sin = tl.load(rotation + 2 * pair + 1, mask=turned, other=0.0)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(q + token.to(tl.int64) * q_stride + at, mask=(h < heads) & (not is_padding), other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    e, o = tl.split(tl.reshape(x, (BLOCK_H, D // 2, 2)))
+    e, o = tl.where(turned[None, :], e * cos - o * sin, e), tl.where(turned[None, :], o * cos + e * sin, o)
+    y = tl.reshape(tl.join(e, o), (BLOCK_H, D)).to(out.dtype.element_ty)
+    tl.store(out + token.to(tl.int64) * out_stride + at, y, mask=h < heads)
+
+
+_UNALIGNED = ("window", "window_scales", "pool", "pool_scales", "keys", "key_scales")
+_UNSPECIALIZED = ("table_stride", "heads")
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+def cache_write_kernel(
+    positions, sequence, starts, query_start, slots, block_table, table_stride, eps,
+    q, q_stride, q_out, q_out_stride, heads,
+    kv, kv_stride, kv_norm, rotation, window, window_scales, window_unit,
+    main, main_stride, main_bias, main_norm, main_state, main_state_unit, pool, pool_scales, pool_unit,
+    index, index_stride, index_bias, index_norm, index_state, index_state_unit, keys, key_scales, key_unit,
+    entry_rotation,
+    D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, STAGED: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    RATIO: tl.constexpr, POOL_ROWS: tl.constexpr,
+    INDEX_D: tl.constexpr, INDEX_FORMAT: tl.constexpr, INDEX_GROUP: tl.constexpr, INDEX_BYTES: tl.constexpr,
+    INDEX_SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (part, token); parts: main compressor, index compressor, kv, then blocks of heads, as far as there are
+    any."""
+    MAIN: tl.constexpr = 1 if RATIO > 0 else 0
+    INDEX: tl.constexpr = 1 if INDEX_D > 0 else 0
+    part = tl.program_id(0)
+    token = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    seq = tl.load(sequence + token)
+    position = tl.load(positions + token)
+    if part < MAIN + INDEX:
+        if seq >= 0:
+            table_row = block_table + seq.to(tl.int64) * table_stride
+            if part < MAIN:
+                if RATIO > 0:
+                    if SINGLE:
+                        _compress_one(
+                            token, seq, position, slots, table_row,
+                            main, main_stride, main_bias, main_norm, main_state, main_state_unit, entry_rotation, eps,
+                            pool, pool_scales, pool_unit,
+                            RATIO, POOL_ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, False, PDL,
+                        )  # fmt: skip
+                    else:
+                        _compress_several(
+                            token, seq, starts, query_start, slots, table_row,
+                            main, main_stride, main_bias, main_norm, main_state, main_state_unit, entry_rotation, eps,
+                            pool, pool_scales, pool_unit,
+                            RATIO, POOL_ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, False, PDL,
+                        )  # fmt: skip
+            else:
+                if INDEX_D > 0:
+                    if SINGLE:
+                        _compress_one(
+                            token, seq, position, slots, table_row,
+                            index, index_stride, index_bias, index_norm, index_state, index_state_unit, entry_rotation,
+                            eps, keys, key_scales, key_unit,
+                            RATIO, POOL_ROWS, INDEX_D, ROPE, INDEX_FORMAT, INDEX_GROUP, INDEX_BYTES, INDEX_SCALE_BYTES,
+                            HADAMARD, PDL,
+                        )  # fmt: skip
+                    else:
+                        _compress_several(
+                            token, seq, starts, query_start, slots, table_row,
+                            index, index_stride, index_bias, index_norm, index_state, index_state_unit, entry_rotation,
+                            eps, keys, key_scales, key_unit,
+                            RATIO, POOL_ROWS, INDEX_D, ROPE, INDEX_FORMAT, INDEX_GROUP, INDEX_BYTES, INDEX_SCALE_BYTES,
+                            HADAMARD, PDL,
+                        )  # fmt: skip
+        elif PDL:
+            tl.extra.cuda.gdc_wait()  # or a later kernel could overtake an earlier one when all is padding
+    elif part == MAIN + INDEX:
+        if seq >= 0:
+            weight = tl.load(kv_norm + tl.arange(0, D))
+            cos, sin = load_rotation(rotation + token * ROPE, D, GROUP, ROPE)
+            unit = token.to(tl.int64)
+            row = 0
+            if not STAGED:
+                unit = tl.load(slots + seq).to(tl.int64)
+                row = position % WINDOW
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            x = tl.load(kv + token.to(tl.int64) * kv_stride + tl.arange(0, D)).to(tl.float32)
+            e, o = norm_rope_pairs(x, weight, cos, sin, eps, D, GROUP, ROPE)
+            base = unit * window_unit
+            store_row(e, o, window + base + row * ROW_BYTES, window_scales + base + row * SCALE_BYTES, FORMAT, D, GROUP)
+        elif PDL:
+            tl.extra.cuda.gdc_wait()
+    else:
+        if QUERIES:
+            first = (part - MAIN - INDEX - 1) * BLOCK_H
+            _turn_queries(
+                token, first, seq < 0, q, q_stride, q_out, q_out_stride, heads, rotation + token * ROPE, eps,
+                D, ROPE, BLOCK_H, PDL,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["source", "source_scales", "window", "window_scales"])
+def commit_window_kernel(
+    positions, sequence, slots, source, source_scales, source_unit, window, window_scales, window_unit,
+    WINDOW: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per token: copy its staging row to the ring."""
+    token = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    seq = tl.load(sequence + token)
+    if seq >= 0:
+        row = tl.load(positions + token) % WINDOW
+        base = tl.load(slots + seq).to(tl.int64) * window_unit
+        at = token.to(tl.int64) * source_unit
+        word = tl.arange(0, BLOCK)
+        inside = word < ROW_BYTES // 4
+        old = (source + at).to(tl.pointer_type(tl.int32), bitcast=True)
+        new = (window + base + row * ROW_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(new + word, tl.load(old + word, mask=inside), mask=inside)
+        if SCALE_BYTES > 0:
+            byte = tl.arange(0, SCALE_BYTES)
+            scale = tl.load(source_scales + at + byte)
+            tl.store(window_scales + base + row * SCALE_BYTES + byte, scale)
+
+
+def constants_of(
+    fmt: str, dim: int, rope: int, ratio: int, tile: Tile, *, rows: int, pool_rows: int, index: Rows | None,
+    hadamard: bool, staged: bool, queries: bool, single: bool, pdl: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return every constexpr of cache_write_kernel."""
+    return {
+        "D": dim, "ROPE": rope, "WINDOW": rows, "STAGED": staged,
+        "FORMAT": fmt, "GROUP": group_of(fmt, dim), "ROW_BYTES": value_bytes(fmt, dim),
+        "SCALE_BYTES": scale_row_bytes(fmt, dim),
+        "RATIO": ratio, "POOL_ROWS": pool_rows,
+        "INDEX_D": 0 if index is None else index.width, "INDEX_FORMAT": None if index is None else index.format,
+        "INDEX_GROUP": 0 if index is None else group_of(index.format, index.width),
+        "INDEX_BYTES": 0 if index is None else value_bytes(index.format, index.width),
+        "INDEX_SCALE_BYTES": 0 if index is None else scale_row_bytes(index.format, index.width),
+        "HADAMARD": hadamard,
+        "QUERIES": queries, "BLOCK_H": tile.constants["BLOCK_H"], "SINGLE": single, "PDL": pdl,
+    }  # fmt: skip
+
+
+_SIGNATURE = {
+    "positions": "*i32", "sequence": "*i32", "starts": "*i32", "query_start": "*i32", "slots": "*i32",
+    "block_table": "*i32", "table_stride": "i32", "eps": "fp32",
+    "q": "*bf16", "q_stride": "i32", "q_out": "*bf16", "q_out_stride": "i32", "heads": "i32",
+    "kv": "*bf16", "kv_stride": "i32", "kv_norm": "*fp32", "rotation": "*fp32",
+    "window": "*u8", "window_scales": "*u8", "window_unit": "i32",
+    "main": "*fp32", "main_stride": "i32", "main_bias": "*fp32", "main_norm": "*fp32", "main_state": "*fp32",
+    "main_state_unit": "i32", "pool": "*u8", "pool_scales": "*u8", "pool_unit": "i32",
+    "index": "*fp32", "index_stride": "i32", "index_bias": "*fp32", "index_norm": "*fp32", "index_state": "*fp32",
+    "index_state_unit": "i32", "keys": "*u8", "key_scales": "*u8", "key_unit": "i32", "entry_rotation": "*fp32",
+}  # fmt: skip
+_MAIN = ("main", "main_bias", "main_norm", "main_state", "pool", "pool_scales")
+_INDEX = ("index", "index_bias", "index_norm", "index_state", "keys", "key_scales")
+
+
+def variants(arch: str) -> list[Variant]:
+    """Return every compilation of cache_write and commit_window: packed rows of the model's head size."""
+    kinds: list[tuple[str, int, str | None]] = [
+        ("window", 0, None), ("csa fp8", 4, "fp8_index"), ("csa fp4", 4, "fp4_index"), ("hca", 128, None)
+    ]  # fmt: skip
+    return [
+        *(
+            _variant(name, ratio, index, tile, single)
+            for name, ratio, index in kinds
+            for single in (True, False)
+            for tile in tiles_of("cache_write", arch)
+        ),
+        _commit_variant(),
+    ]
+
+
+def _variant(name: str, ratio: int, index: str | None, tile: Tile, single: bool) -> Variant:
+    keys = None if index is None else Rows(index, 128, torch.empty(0))
+    values = constants_of(
+        "packed", 512, 64, ratio, tile, rows=128, pool_rows=256 // ratio if ratio else 0, index=keys,
+        hadamard=index == "fp4_index", staged=not single, queries=True, single=single, pdl=True,
+    )  # fmt: skip
+    left_out = [*(() if ratio else (*_MAIN, "entry_rotation")), *(() if index else _INDEX)]
+    return Variant(
+        op=f"cache_write {name}{'' if single else ', several tokens'}",
+        kernel=cache_write_kernel,
+        signature={arg: kind for arg, kind in _SIGNATURE.items() if arg not in left_out},
+        constants={**values, **dict.fromkeys(left_out)},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        tensor_ops=(),
+        unaligned=tuple(arg for arg in (*_UNALIGNED, *_UNSPECIALIZED) if arg not in left_out),
+    )
+
+
+def _commit_variant() -> Variant:
+    rows, scales = value_bytes("packed", 512), scale_row_bytes("packed", 512)
+    pointers = ("source", "source_scales", "window", "window_scales")
+    return Variant(
+        op="commit_window",
+        kernel=commit_window_kernel,
+        signature={
+            **dict.fromkeys(("positions", "sequence", "slots"), "*i32"), **dict.fromkeys(pointers, "*u8"),
+            "source_unit": "i32", "window_unit": "i32",
+        },
+        constants={
+            "WINDOW": 128, "ROW_BYTES": rows, "SCALE_BYTES": scales, "BLOCK": triton.next_power_of_2(rows // 4),
+            "PDL": True,
+        },
+        num_warps=4,
+        num_stages=1,
+        tensor_ops=(),
+        bytes_per_program=2 * (rows + scales),
+        unaligned=pointers,
+    )  # fmt: skip
