@@ -53,7 +53,48 @@ class Variant:
     maxnreg: int | None = None
 
 
+def _attention(
+    block_h: int,
+    block_n: int,
+    *,
+    warps: int,
+    resident: int,
+    splits: int = 32,
+    fused: bool = False,
+    swap: bool = False,
+    **upto: int,
+) -> Tile:
+    """A tile of sparse_attention: as many splits, up to `splits`, as give each multiprocessor `resident` programs."""
+    constants = {
+        "BLOCK_H": block_h,
+        "BLOCK_N": block_n,
+        "SWAP": int(swap),
+        "FUSED": int(fused),
+        "RESIDENT": resident,
+        "MAX_SPLITS": splits,
+        "COMBINE_H": 1,
+    }
+    return Tile(constants, num_warps=warps, num_stages=1, upto=upto)
+
+
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    # row_bytes: of a row's values. Up to 512 only packed rows are that narrow; wider ones take the last tile.
+    "sparse_attention": {
+        "sm_120": (
+            _attention(16, 32, warps=8, resident=1, heads=16, tokens=4, row_bytes=512),
+            _attention(16, 64, warps=8, resident=1, heads=16, row_bytes=512),
+            _attention(16, 32, warps=8, resident=1, tokens=4, row_bytes=512),
+            _attention(32, 32, warps=8, resident=1, row_bytes=512),
+            _attention(16, 16, warps=8, resident=1),
+        ),
+        "sm_90": (
+            _attention(16, 32, warps=8, resident=1, heads=16, tokens=4, row_bytes=512),
+            _attention(16, 64, warps=8, resident=2, heads=16, row_bytes=512),
+            _attention(16, 32, warps=8, resident=1, tokens=4, row_bytes=512),
+            _attention(32, 64, warps=8, resident=1, row_bytes=512),
+            _attention(16, 16, warps=8, resident=1),
+        ),
+    },
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 8}, num_warps=4),),
         "sm_90": (Tile({"BLOCK_H": 8}, num_warps=4),),

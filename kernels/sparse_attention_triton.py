@@ -1,0 +1,254 @@
+"""The Triton kernels of sparse_attention_decode.py: formulas, layouts and edges are described there.
+
+Scores are powers of two: log2(e) is part of the scale, and the sink is multiplied by it. Sizes ("lse") of splits too.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.row_load import BF16, FP32, PACKED, locate, read_rows, to_f16, unpack_body, unpack_tail
+from kernels.rows import ROPE_CHANNELS
+
+# Never turned into constants or hints, so that one binary serves every batch and pool.
+INTEGERS = [
+    *("stride_ring_u", "stride_ring_r", "stride_ring_su", "stride_new_u", "stride_new_su"),
+    *("stride_pool_u", "stride_pool_r", "stride_pool_su"),
+    *("width", "table_width", "num_blocks", "num_slots", "tiles"),
+]
+
+_TAIL = tl.constexpr(ROPE_CHANNELS)
+_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+# Weights are kept times 2^10: those of f16 end at 2^-24, too close below a maximum of 1.
+_RAISE = tl.constexpr(10.0)
+_AT_ONCE = tl.constexpr(8)  # splits whose loads are in flight together
+
+
+@triton.jit
+def _finish(x, cos, sin, N: tl.constexpr, C: tl.constexpr):
+    """Return x [N, C] with its pairs turned back by (cos, sin), [C/2] each or alike."""
+    even, odd = tl.split(tl.reshape(x, (N, C // 2, 2)))
+    return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (N, C))
+
+
+@triton.jit
+def _combine(
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, token, h, splits,
+    H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of heads h [N] of a token from its splits, summed in order. SPLITS: at least `splits`."""
+    is_head = h < H
+    c = tl.arange(0, D)
+    s = tl.arange(0, SPLITS)
+    base = token.to(tl.int64) * splits * H + h
+    used = (s < splits)[:, None] & is_head[None, :]
+    sizes = tl.load(part_lse_ptr + base[None, :] + s[:, None] * H, mask=used, other=-float("inf"), cache_modifier=".cg")
+    top = tl.max(sizes, 0)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * _LOG2E
+        top = tl.maximum(top, sink)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros((N,), tl.float32)
+    if sink_ptr is not None:
+        total = tl.exp2(sink - shift)
+    x = tl.zeros((N, D), tl.float32)
+    for first in range(0, splits, _AT_ONCE):
+        for ahead in tl.static_range(_AT_ONCE):
+            split = first + ahead
+            at = base + split * H
+            size = tl.load(
+                part_lse_ptr + at, mask=tl.where(split < splits, h, H) < H, other=-float("inf"), cache_modifier=".cg"
+            )
+            is_full = size != -float("inf")  # true for NaN, which must come through
+            part = tl.load(
+                part_ptr + at[:, None] * D + c[None, :], mask=is_full[:, None], other=0.0, cache_modifier=".cg"
+            )
+            weight = tl.where(is_full, tl.exp2(size - shift), 0.0)
+            x += part.to(tl.float32) * weight[:, None]
+            total += weight
+    x = tl.where((total == 0.0)[:, None], 0.0, x / total[:, None])
+    if rotation_ptr is not None:
+        pair = tl.arange(0, D // 2)
+        turned = pair - (D - _TAIL) // 2
+        at = rotation_ptr + token * _TAIL + 2 * turned
+        cos = tl.load(at, mask=turned >= 0, other=1.0)
+        sin = tl.load(at + 1, mask=turned >= 0, other=0.0)
+        x = _finish(x, cos[None, :], sin[None, :], N, D)
+    row = token.to(tl.int64) * H + h
+    tl.store(out_ptr + row[:, None] * D + c[None, :], x.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, (shift + tl.log2(total)) * _LN2, mask=is_head)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_kernel(
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, splits,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_H heads of a token."""
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _combine(
+        out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, tl.program_id(0), h, splits,
+        H, D, BLOCK_H, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def attention_kernel(
+    q_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, counter_ptr, sink_ptr, rotation_ptr,
+    positions_ptr, sequence_ptr, starts_ptr, query_start_ptr, slots_ptr, table_ptr, selected_ptr,
+    ring_ptr, ring_scale_ptr, new_ptr, new_scale_ptr, pool_ptr, pool_scale_ptr,
+    stride_ring_u, stride_ring_r, stride_ring_su, stride_new_u, stride_new_su, stride_pool_u, stride_pool_r,
+    stride_pool_su, scale_log2e, width, table_width, num_blocks, num_slots, tiles,
+    H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, SINGLE: tl.constexpr, SWAP: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a split of the keys of a token, for BLOCK_H heads. Grid (splits, tokens, head blocks).
+
+    tiles: BLOCK_N keys each that a split takes; 0: what the token sees, evenly.   SINGLE: one tile a split, no loop.
+    SPLITS: power of two of at least the number of splits; 1: the result is final.   SWAP: S^T = K Q^T, O^T = K^T P^T.
+    """
+    split, token = tl.program_id(0), tl.program_id(1)
+    splits = tl.num_programs(0)
+    h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = h < H
+    # Written before the step began, so not waited for.
+    sequence = tl.load(sequence_ptr + token)
+    position = tl.load(positions_ptr + token)
+    known = tl.maximum(sequence, 0)
+    start, first = tl.load(starts_ptr + known), tl.load(query_start_ptr + known)
+    place = (token, known, position, start, first, tl.load(slots_ptr + known))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    BODY: tl.constexpr = D - _TAIL
+    PADDED: tl.constexpr = GROUPS * 64
+    c, tail_c = tl.arange(0, PADDED), tl.arange(0, _TAIL)
+    keys = WINDOW + width
+    if selected_ptr is None:
+        keys = WINDOW + tl.where(sequence >= 0, (position + 1) // RATIO, 0) if RATIO > 0 else WINDOW
+    share = tiles
+    if tiles == 0:
+        share = tl.cdiv(tl.cdiv(keys, BLOCK_N), splits)
+    low = split * share * BLOCK_N
+    end = tl.where(sequence >= 0, tl.minimum(low + share * BLOCK_N, keys), 0)
+
+    ring = (ring_ptr, ring_scale_ptr, stride_ring_u, stride_ring_r, stride_ring_su)
+    new = (new_ptr, new_scale_ptr, stride_new_u, 0, stride_new_su)
+    pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
+    NEW: tl.constexpr = new_ptr is not None
+    POOL: tl.constexpr = pool_ptr is not None
+    SELECTED: tl.constexpr = selected_ptr is not None
+    PIECE: tl.constexpr = 8 if FORMAT == BF16 else 4
+    n = low + tl.arange(0, BLOCK_N)
+    at, scale_at, is_key, wrong = locate(
+        n, end, place, ring, new, pool, selected_ptr, table_ptr, width, table_width, num_blocks, num_slots,
+        WINDOW, RATIO, ROWS, SELECTED, NEW, POOL, PIECE,
+    )  # fmt: skip
+    body, tail, scales, verdict = read_rows(at, scale_at, is_key, wrong, D, GROUPS, FORMAT)
+
+    q_at = q_ptr + (token.to(tl.int64) * H + h)[:, None] * D
+    q_body = tl.load(q_at + c[None, :], mask=is_head[:, None] & (c < BODY)[None, :], other=1.0).to(tl.float32)
+    q_tail = tl.load(q_at + BODY + tail_c[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
+    if FORMAT == PACKED:
+        q_body, q_tail = to_f16(q_body), to_f16(q_tail)
+    elif FORMAT == BF16:
+        q_body, q_tail = q_body.to(tl.bfloat16), q_tail.to(tl.bfloat16)
+    PRECISION: tl.constexpr = "tf32x3" if FORMAT == FP32 else "tf32"
+
+    top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    if SWAP:
+        q_body, q_tail = tl.trans(q_body), tl.trans(q_tail)
+        o_body, o_tail = tl.zeros((PADDED, BLOCK_H), tl.float32), tl.zeros((_TAIL, BLOCK_H), tl.float32)
+    else:
+        o_body, o_tail = tl.zeros((BLOCK_H, PADDED), tl.float32), tl.zeros((BLOCK_H, _TAIL), tl.float32)
+
+    num_tiles = 1 if SINGLE else tl.cdiv(tl.maximum(end - low, 0), BLOCK_N)
+    for i in range(num_tiles):
+        k_body = unpack_body(body, scales, verdict, BLOCK_N, D, GROUPS, FORMAT)
+        k_tail = unpack_tail(tail, BLOCK_N, FORMAT)
+        now = verdict
+        if not SINGLE:
+            n = low + (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+            at, scale_at, is_key, wrong = locate(
+                n, end, place, ring, new, pool, selected_ptr, table_ptr, width, table_width, num_blocks, num_slots,
+                WINDOW, RATIO, ROWS, SELECTED, NEW, POOL, PIECE,
+            )  # fmt: skip
+            body, tail, scales, verdict = read_rows(at, scale_at, is_key, wrong, D, GROUPS, FORMAT)
+        KEYS: tl.constexpr = 0 if SWAP else 1
+        HEADS: tl.constexpr = 1 - KEYS
+        if SWAP:
+            s = tl.dot(k_body, q_body, input_precision=PRECISION)
+            s = tl.dot(k_tail, q_tail, s, input_precision=PRECISION)
+        else:
+            s = tl.dot(q_body, tl.trans(k_body), input_precision=PRECISION)
+            s = tl.dot(q_tail, tl.trans(k_tail), s, input_precision=PRECISION)
+        if FORMAT != PACKED:
+            s += tl.expand_dims(now, HEADS)
+        s *= scale_log2e
+        higher = tl.maximum(top, tl.max(s, KEYS))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: exp2(-inf - shift) must be 0, not NaN
+        fade = tl.exp2(top - shift)
+        p = tl.exp2(s - tl.expand_dims(shift - _RAISE, KEYS))
+        total = total * fade + tl.sum(p, KEYS)
+        top = higher
+        p = p.to(k_body.dtype)
+        fade = tl.expand_dims(fade, KEYS)
+        if SWAP:
+            o_body = tl.dot(tl.trans(k_body), p, o_body * fade, input_precision=PRECISION)
+            o_tail = tl.dot(tl.trans(k_tail), p, o_tail * fade, input_precision=PRECISION)
+        else:
+            o_body = tl.dot(p, k_body, o_body * fade, input_precision=PRECISION)
+            o_tail = tl.dot(p, k_tail, o_tail * fade, input_precision=PRECISION)
+    if SWAP:
+        o_body, o_tail = tl.trans(o_body), tl.trans(o_tail)
+
+    is_body = is_head[:, None] & (c < BODY)[None, :]
+    if SPLITS == 1:
+        if sink_ptr is not None:
+            sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * _LOG2E
+            higher = tl.maximum(top, sink)
+        else:
+            higher = top
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        fade = tl.exp2(top - shift)
+        total *= fade
+        if sink_ptr is not None:
+            total += tl.exp2(sink - shift + _RAISE)
+        factor = tl.where(total == 0.0, 0.0, fade / total)[:, None]
+        o_body, o_tail = o_body * factor, o_tail * factor
+        if rotation_ptr is not None:
+            turn = rotation_ptr + token * _TAIL + 2 * tl.arange(0, _TAIL // 2)
+            o_tail = _finish(o_tail, tl.load(turn)[None, :], tl.load(turn + 1)[None, :], BLOCK_H, _TAIL)
+        row = token.to(tl.int64) * H + h
+        to = out_ptr + row[:, None] * D
+        tl.store(to + c[None, :], o_body.to(out_ptr.dtype.element_ty), mask=is_body)
+        tl.store(to + BODY + tail_c[None, :], o_tail.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, (shift - _RAISE + tl.log2(total)) * _LN2, mask=is_head)
+    else:
+        factor = tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
+        row = (token.to(tl.int64) * splits + split) * H + h
+        to = part_ptr + row[:, None] * D
+        tl.store(to + c[None, :], (o_body * factor).to(part_ptr.dtype.element_ty), mask=is_body)
+        tl.store(to + BODY + tail_c[None, :], (o_tail * factor).to(part_ptr.dtype.element_ty), mask=is_head[:, None])
+        tl.store(part_lse_ptr + row, top - _RAISE + tl.log2(total), mask=is_head)
+        if FUSED:
+            # All threads have stored before one of them counts; the count releases their stores and acquires others'.
+            tl.debug_barrier()
+            counter = counter_ptr + token * tl.num_programs(2) + tl.program_id(2)
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(counter, 0)  # for the next launch
+                _combine(
+                    out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, token, h, splits,
+                    H, D, BLOCK_H, SPLITS,
+                )  # fmt: skip
