@@ -102,7 +102,7 @@ class _Cluster:
             self._start()
             self._await_ready()
             self._watch()
-        except (Stopped, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
+        except Stopped:
             pass
         except (ClusterFailed, StartFailed, ConfigError) as error:
             self._progress.problem(str(error))
@@ -132,7 +132,6 @@ class _Cluster:
             environ=self._environ,
             address=self._config.supervisor.ray_address,
         )
-        self.catch_signals()  # Ray has just installed its own
         self._raise_if_stopped()
         for group in self._groups:
             group.create()
@@ -347,16 +346,13 @@ class _Cluster:
     def signals(self) -> Any:
         """Stop on the first SIGINT, SIGTERM or SIGHUP, kill at once on the second; restore handlers afterwards."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        self.catch_signals()
+        for number in before:
+            signal.signal(number, self._on_signal)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def catch_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._stop.is_set():

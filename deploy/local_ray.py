@@ -60,7 +60,6 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         environ.pop("RAY_AUTH_TOKEN_PATH", None)
         environ.pop("RAY_ADDRESS", None)
         environ.setdefault(*_LOOPBACK_ONLY)
-    import ray
 
     common: dict[str, Any] = {
         "namespace": f"{NAMESPACE}-{os.getpid()}",
@@ -73,7 +72,7 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
     nodes = {f"numa:{node.id}": 1.0 for node in topology.nodes}
     if topology.is_single:
         nodes = {"numa:0": 1.0, "numa:1": 1.0}
-    ray.init(
+    errors = _init(
         # no CPUs to hand out, hence no idle processes kept ready for them
         num_cpus=0,
         num_gpus=0,
@@ -83,29 +82,44 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         _temp_dir=str(folder),
         **common,
     )
+    if errors:
+        raise errors[0]
 
 
 def _join(address: str, settings: dict[str, Any]) -> None:
-    """Join a running Ray. One that can't be reached, or has another token, blocks in native code: hence the thread."""
-    import ray
-
-    errors: list[BaseException] = []
-
-    def join() -> None:
-        try:
-            ray.init(address=address, **settings)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=join, name="ray-init", daemon=True)
-    thread.start()
-    thread.join(JOIN_TIMEOUT_S)
-    if thread.is_alive() or errors:
+    """Join a running Ray."""
+    errors = _init(timeout_s=JOIN_TIMEOUT_S, address=address, **settings)
+    if errors is None or errors:
         reason = " ".join(str(errors[0]).split()) if errors else f"no answer within {JOIN_TIMEOUT_S:g} s"
         raise ConfigError(
             f"ray_address = {address!r}: {reason}; check the address, and that this user's token (~/.ray/auth_token or "
             "RAY_AUTH_TOKEN) is the cluster's"
         )
+
+
+def _init(*, timeout_s: float | None = None, **settings: Any) -> list[BaseException] | None:
+    """Run ray.init; return what it raised, or None if it did not end in time.
+
+    In a thread of its own: there Ray leaves SIGTERM alone (its handler raises SystemExit wherever Ray happens to be,
+    which may get lost), and a Ray that can't be reached, or has another token, blocks in native code. The thread stays:
+    after the end of the one that connected, the next call into Ray does not return (seen with Ray 2.60).
+    """
+    import ray
+
+    errors: list[BaseException] = []
+    is_over, never = threading.Event(), threading.Event()
+
+    def init() -> None:
+        try:
+            ray.init(**settings)
+        except BaseException as error:
+            errors.append(error)
+        is_over.set()
+        if not errors:
+            never.wait()
+
+    threading.Thread(target=init, name="ray-init", daemon=True).start()
+    return errors if is_over.wait(timeout_s) else None
 
 
 def runtime_environment(cpus: str, node: int, *, topology: NumaTopology) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from deploy.config import ClusterConfig
 
+RESUME_TIMEOUT_S = "30"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -41,7 +42,7 @@ class RouterProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=dict(self._environ),
+                env=router_environment(self._environ),
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
@@ -57,6 +58,11 @@ class RouterProcess:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+
+
+def router_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the router's variables: here a dead worker is started again, so that waiting for it is worth while."""
+    return {"ISTHMUS_RESUME_TIMEOUT_S": RESUME_TIMEOUT_S, **environ}
 
 
 def router_flags(config: ClusterConfig, *, prefill: list[str], decode: list[str]) -> list[str]:

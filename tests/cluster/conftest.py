@@ -94,11 +94,12 @@ def find_free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def start_cluster(folder: Path, *words: str) -> Cluster:
-    """Start `isthmus up` with its state below `folder`; the caller stops it."""
+def start_cluster(folder: Path, *words: str, environ: dict[str, str] | None = None) -> Cluster:
+    """Start `isthmus up` with its state below `folder`; the caller stops it. environ: set beside this process's."""
+    more = environ or {}
     (port,) = find_free_ports(1)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("ISTHMUS_", "RAY_"))}
-    environ |= {"XDG_STATE_HOME": str(folder / "state")}
+    environ |= {"XDG_STATE_HOME": str(folder / "state"), **more}
     output = folder / "output.txt"
     with output.open("wb") as sink:
         process = subprocess.Popen(
@@ -136,7 +137,7 @@ def oracle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def free_ports() -> Callable[[int], list[int]]:
     """A function of a number to that many ports that nobody listens on."""
     return find_free_ports
@@ -147,8 +148,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """A function of flags that starts a cluster of the test's own; what still runs is ended afterwards."""
     started: list[Cluster] = []
 
-    def launch(*words: str) -> Cluster:
-        started.append(start_cluster(tmp_path, *words))
+    def launch(*words: str, environ: dict[str, str] | None = None) -> Cluster:
+        started.append(start_cluster(tmp_path, *words, environ=environ))
         return started[-1]
 
     yield launch

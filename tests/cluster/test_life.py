@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import psutil
+import pytest
 
 from deploy import preflight, state
 
@@ -86,3 +94,47 @@ def test_down_stops_a_cluster_that_is_still_starting(launch, oracle_model: Path)
     stopped = cluster.run_command("down", "--port", str(cluster.port))
     assert (stopped.returncode, cluster.process.wait(30)) == (0, 0)
     assert alive(family) == []
+
+
+@pytest.fixture
+def running_ray(free_ports) -> Iterator[tuple[str, dict[str, str]]]:
+    """A Ray of somebody else's, as `ray start` begins it; yields its address and what its users need to know."""
+    (port,) = free_ports(1)
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2"]
+    command += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "false"]
+    command += ["--resources", json.dumps({"numa:0": 1, "numa:1": 1}), "--object-store-memory", str(80 << 20)]
+    # a short path: sockets lie below it
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        with (Path(folder) / "output").open("wb") as output:
+            environ = {**os.environ, **secret}
+            process = subprocess.Popen(
+                [*command, "--temp-dir", folder], env=environ, stdout=output, stderr=subprocess.STDOUT
+            )
+        try:
+            yield f"127.0.0.1:{port}", secret
+        finally:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            process.wait(20)
+            _, left = psutil.wait_procs(family, timeout=5)
+            for one in left:
+                one.kill()
+
+
+def test_cluster_joins_a_running_ray_and_leaves_it_running(
+    launch, oracle_model: Path, tmp_path: Path, running_ray
+) -> None:
+    address, secret = running_ray
+    config = tmp_path / "joined.yaml"
+    config.write_text(f"device: cpu\nkv_cache_memory_gib: 0.06\nsupervisor: {{ray_address: '{address}'}}\n")
+    cluster = launch(str(config), "--model", str(oracle_model), environ=secret)
+    cluster.await_ready()
+    before = cluster.workers()["decode-0"]
+    os.kill(before["ranks"][0]["pid"], signal.SIGKILL)
+    cluster.await_true(lambda: cluster.workers()["decode-0"]["generation"] != before["generation"], timeout_s=30)
+    cluster.await_ready()
+    assert cluster.stop(signal.SIGTERM) == 0
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5):
+        pass
