@@ -1,0 +1,132 @@
+"""cache_write at the model's sizes, compiled, against its torch reference on the same device.
+
+    python -m tests.gpu.cache_write [--device cuda]     from the repository's root; exit code 1 if a case fails
+
+Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parent.parent
+BLOCK_TOKENS = 256
+KINDS = (
+    (0, "", False), (4, "fp8_index", False), (4, "fp8_index", True), (4, "fp4_index", True), (4, "fp4_index", False),
+    (128, "", False),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of `count` sequences with `length` tokens each at most."""
+
+    count: int
+    length: int
+    ratio: int
+    index: str = ""
+    hadamard: bool = False
+    heads: int = 16
+    dim: int = 512
+    fmt: str = "packed"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        kind = {0: "window", 4: "CSA", 128: "HCA"}[self.ratio]
+        turned = " hadamard" if self.hadamard else ""
+        return (
+            f"B={self.count} x {self.length} {kind} {self.fmt} {self.index}{turned} heads={self.heads} dim={self.dim} "
+            f"{str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+def cases_of(*, small: bool = False) -> list[Case]:
+    """Return all cases; small: few and tiny ones, for the interpreter."""
+    if small:
+        return [Case(2, length, *kind, heads=9) for kind in KINDS[::2] for length in (1, 3)]
+    return [
+        *(Case(64, length, *kind) for kind in KINDS for length in (1, 4)),
+        *(Case(count, 1, 4, "fp8_index", heads=heads) for count in (1, 3, 17, 128) for heads in (1, 16, 64, 128)),
+        *(Case(20, 1, ratio, index, dim=128, heads=4) for ratio, index, _ in KINDS),
+        *(Case(20, 1, ratio, "bf16" if ratio == 4 else "", fmt="bf16") for ratio in (0, 4, 128)),
+        *(Case(20, 1, ratio, "fp32" if ratio == 4 else "", fmt="fp32") for ratio in (0, 4, 128)),
+        *(Case(20, 2, *kind, dtype=torch.float32) for kind in KINDS),
+    ]
+
+
+def fault_of(case: Case, device: str) -> str:
+    """Return what is wrong, "" if nothing. Positions run from 0 to 128k; two tokens and a sequence are padding."""
+    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    edges = (0, 1, 3, 4, 7, 8, 126, 127, 128, 131, 255, 256, 259, 511, 8191, 131071)
+    spans = []
+    for i in range(case.count):
+        start = edges[i] if i < len(edges) else (7919 * i + 3) % 131072
+        # A sequence that is about to complete both kinds of entry, wherever the list of edges ends.
+        spans.append((131071 - 128 * i if case.count < 4 else start, 1 + i % case.length if i else case.length))
+    batch = cases.decode_batch(spans, block_tokens=BLOCK_TOKENS, padding=2, empty=1, device=device)
+    layer = cases.make_layer(
+        batch, ratio=case.ratio, fmt=case.fmt, index=case.index, dim=case.dim, heads=case.heads,
+        block_tokens=BLOCK_TOKENS, hadamard=case.hadamard, dtype=case.dtype,
+    )  # fmt: skip
+    return str(cases.check(layer))
+
+
+def stored_bytes_fault(fmt: str, width: int, device: str) -> str:
+    """Return how bytes stored on `device` differ from those of Rows.write on the CPU, "" if in nothing."""
+    from kernels.row_store import store_rows
+
+    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    x = cases.hard_rows(width)
+    place = torch.randperm(40, generator=torch.Generator().manual_seed(2))[: len(x)].int()
+    got = cases.make_rows(fmt, width, units=8, rows=5, device=device)
+    wanted = cases.make_rows(fmt, width, units=8, rows=5)
+    wanted.write((place // 5).long(), (place % 5).long(), x)
+    store_rows(got, (place // 5).to(device), (place % 5).to(device), x.to(device))
+    apart = int((cases.raw(got).cpu() != cases.raw(wanted)).sum())
+    return f"{apart} bytes differ" if apart else ""
+
+
+STORED = (("packed", 512), ("packed", 128), ("fp8_index", 128), ("fp4_index", 128), ("bf16", 128), ("fp32", 64))
+
+
+def _module(name: str, path: Path):
+    """Import a file of the tests, which are no package, under a name of its own."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def main() -> int:
+    """Run all cases and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    from kernels.triton_env import INTERPRETED
+
+    if INTERPRETED:
+        _module("interp", TESTS / "kernels/interp.py").repair()
+    faults = 0
+    for fmt, width in STORED:
+        fault = stored_bytes_fault(fmt, width, args.device)
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} store_rows {fmt} {width}", flush=True)
+    found = cases_of(small=args.small)
+    for case in found:
+        fault = fault_of(case, args.device)
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} cache_write {case}", flush=True)
+    print(f"{len(found) + len(STORED)} cases, {faults} failed")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""cache_write compiled, at the model's sizes: see cache_write.py, which also runs without pytest."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("gpu_cache_write", Path(__file__).with_name("cache_write.py"))
+    module = sys.modules.setdefault("gpu_cache_write", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load()
+
+
+@pytest.mark.parametrize("case", cases.cases_of(), ids=str)
+def test_compiled_writes_equal_the_reference(case):
+    assert cases.fault_of(case, "cuda") == ""
+
+
+@pytest.mark.parametrize(("fmt", "width"), cases.STORED)
+def test_stored_bytes_are_those_of_the_reference(fmt, width):
+    assert cases.stored_bytes_fault(fmt, width, "cuda") == ""

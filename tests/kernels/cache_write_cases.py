@@ -1,0 +1,225 @@
+"""Steps of one layer for cache_write, on any device: inputs, two sets of poisoned pools, and the comparison.
+
+Pools, staging rows and outputs are full of NaN bytes. State holds numbers where the sequence has been and NaN
+elsewhere; block tables lead only to blocks that the step may touch; padding tokens carry NaN.
+"""
+
+import dataclasses
+
+import torch
+
+from kernels.cache_write_decode import Pooling, cache_write, cache_write_reference, commit_window, staging_rows
+from kernels.norm_rope import rotation_at
+from kernels.ragged import DecodeBatch
+from kernels.rows import Rows
+from kv_transfer.layout import row_bytes
+
+EPS = 1e-6
+WINDOW = 128
+
+
+def make_rows(fmt, width, *, units, rows, device="cpu", fill=0xFF):
+    """Return Rows over a pool of their own, full of NaN bytes."""
+    values, scales = row_bytes(fmt, width)
+    pool = torch.full((units, -(-rows * (values + scales) // 16) * 16), fill, dtype=torch.uint8, device=device)
+    return Rows.view(pool, fmt, width=width, rows=rows, offset=0, value_bytes=values, scale_bytes=scales)
+
+
+def normal(*shape, seed=0, device="cpu"):
+    """Return standard normal float32, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def hard_rows(width):
+    """Zeros of both signs, huge and tiny rows, amax where the scale changes, ties, codes below the normal ones."""
+    n = 24
+    x = normal(n, width) * torch.exp(6 * normal(n, 1, seed=1))
+    x[1], x[2], x[3], x[4] = 0.0, -0.0, 1e30 * x[3], 3.4e38
+    x[5] *= 1e-6
+    x[6] = torch.arange(width) * 1.75
+    x[7] = 1.75
+    x[8] = torch.arange(width) % 29 / 4 - 3.5
+    x[9] = x[8] * 2**-9
+    x[10] = (torch.arange(width) - width // 2) * 2.0**-10
+    x[10, ::32] = 448.0
+    return x
+
+
+def decode_batch(spans, *, block_tokens, padding=0, empty=0, device="cpu", seed=0):
+    """Return a batch of (first position, tokens) a sequence; then `empty` sequences and `padding` tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    total = sum(n for _, n in spans)
+    free = torch.randperm(3 * len(spans), generator=draw).tolist()
+    columns = max((start + n - 1) // block_tokens for start, n in spans) + 2
+    table = torch.full((len(spans) + empty, columns), -1)
+    for index, (start, n) in enumerate(spans):
+        for column in range(start // block_tokens, (start + n - 1) // block_tokens + 1):
+            table[index, column] = free.pop()
+    query_start = [sum(n for _, n in spans[:i]) for i in range(len(spans) + 1)]
+
+    def ints(values):
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    return DecodeBatch(
+        positions=ints([p for start, n in spans for p in range(start, start + n)] + [-1] * padding),
+        sequence=ints([i for i, (_, n) in enumerate(spans) for _ in range(n)] + [-1] * padding),
+        starts=ints([start for start, _ in spans] + [-1] * empty),
+        query_start=ints(query_start + [total] * empty),
+        slots=ints(torch.randperm(len(spans) + 2, generator=draw)[: len(spans)].tolist() + [-1] * empty),
+        block_table=ints(table),
+        num_tokens=total + padding,
+        max_query_len=max(n for _, n in spans),
+    )
+
+
+@dataclasses.dataclass
+class Layer:
+    """given: arguments of cache_write.   mine, reference: pools for the kernel and for the reference, equal so far.
+
+    shadow: as reference, full of zeros: what comes out of both alike has been written.
+    """
+
+    batch: DecodeBatch
+    given: dict
+    mine: dict
+    reference: dict
+    shadow: dict
+
+
+def make_layer(
+    batch, *, ratio, fmt="packed", index="", dim=128, heads=3, block_tokens=128, hadamard=False, dtype=torch.float32
+):
+    """Return a layer of compression `ratio`, with index keys of format `index` if that is not ""."""
+    device, tokens = batch.device, batch.num_tokens
+    is_padding = batch.sequence < 0
+    frequencies = 10000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float32, device=device) / 64)
+    given = {
+        "kv": (normal(tokens, dim, seed=1) * torch.exp(2 * normal(tokens, 1, seed=2))).to(device, dtype),
+        "kv_norm": 1 + 0.1 * normal(dim, seed=3, device=device),
+        "rotation": rotation_at(batch.positions, frequencies),
+        "eps": EPS,
+        "q": 3 * normal(tokens, heads, dim, seed=4).to(device, dtype),
+        "ratio": ratio,
+    }
+    if ratio:
+        given["entry_rotation"] = rotation_at(batch.positions - ratio + 1, frequencies)
+    given["kv"][is_padding] = float("nan")
+    given["q"][is_padding] = float("nan")
+    slots = batch.slots.shape[0] + 2
+    sets = []
+    for fill in (0xFF, 0xFF, 0):
+        views = {"window": make_rows(fmt, dim, units=slots, rows=WINDOW, device=device, fill=fill)}
+        for name, width, form in (("main", dim, fmt), ("index", 128, index)):
+            if ratio and form:
+                seed = 20 + len(views)
+                views[name] = Pooling(
+                    projected=normal(tokens, (8 if ratio == 4 else 4) * width // 2, seed=seed, device=device),
+                    bias=0.5 * normal(ratio, 2 * width if ratio == 4 else width, seed=seed + 10, device=device),
+                    norm=1 + 0.1 * normal(width, seed=seed + 20, device=device),
+                    state=_state(batch, ratio, width, slots),
+                    pool=make_rows(
+                        form,
+                        width,
+                        units=3 * batch.slots.shape[0],
+                        rows=block_tokens // ratio,
+                        device=device,
+                        fill=fill,
+                    ),
+                    hadamard=hadamard and name == "index",
+                )
+                views[name].projected[is_padding] = float("nan")
+        sets.append(views)
+    return Layer(batch, given, *sets)
+
+
+def _state(batch, ratio, width, slots):
+    """Numbers for positions that have been, NaN for all others."""
+    double = 2 * width if ratio == 4 else width
+    state = make_rows("fp32", double, units=slots, rows=16 if ratio == 4 else 3, device=batch.device)
+    for i, (slot, start) in enumerate(zip(batch.slots.tolist(), batch.starts.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        if ratio == 4:
+            for p in range(max(0, start - 8), start):
+                row = 2 * (p % 8)
+                state.values[slot, row : row + 2] = normal(2, double, seed=100 + 1000 * i + p, device=batch.device)
+        elif start % 128:
+            state.values[slot] = normal(3, double, seed=100 + i, device=batch.device)
+            state.values[slot, 1] = 1 + state.values[slot, 1].abs()  # a sum of weights
+    return state
+
+
+def raw(rows):
+    """Return all bytes of the rows, scales included."""
+    parts = [rows.values, rows.rope, rows.scales]
+    return torch.cat([t.contiguous().view(torch.uint8).flatten() for t in parts if t is not None])
+
+
+def state_difference(got, wanted):
+    """Return what is wrong with a state, "" if nothing. Bound: a few ulp, from sums in another order."""
+    x, y = got.values, wanted.values
+    if not torch.equal(x.isnan(), y.isnan()):
+        return f"{int((x.isnan() != y.isnan()).sum())} values written or left by only one"
+    gap = (x - y).abs().nan_to_num() / (1 + y.abs().nan_to_num())
+    return "" if float(gap.max()) < 2e-5 else f"relative distance {float(gap.max()):.1e}"
+
+
+def difference(got, wanted, shadow):
+    """Return what is wrong with the pool `got`, "" if nothing.
+
+    Sums of squares and weights are added in another order, which moves a row by a few ulp: a code may fall to the other
+    side of a tie. One byte in five hundred may differ (of float32 rows, each by a few ulp); what was not written must
+    be as before.
+    """
+    a, b = raw(got), raw(wanted)
+    written = b == raw(shadow)
+    if bool((a[~written] != 0xFF).any()):
+        return f"{int((a[~written] != 0xFF).sum())} bytes written that should not be"
+    if got.format == "fp32":
+        return state_difference(got, wanted)
+    apart = int((a[written] != b[written]).sum())
+    return "" if apart <= max(1, int(written.sum()) // 500) else f"{apart} of {int(written.sum())} bytes differ"
+
+
+def check(layer):
+    """Run kernel and reference; return what differs, "" if nothing. Stages the window where a sequence has several."""
+    batch = layer.batch
+    mine, reference, shadow = dict(layer.mine), dict(layer.reference), dict(layer.shadow)
+    is_single = batch.max_query_len == 1
+    if not is_single:
+        for views, fill in ((mine, 0xFF), (reference, 0xFF), (shadow, 0)):
+            views["staging"] = staging_rows(batch.num_tokens, views["window"])
+            for part in (views["staging"].values, views["staging"].rope, views["staging"].scales):
+                if part is not None:
+                    part.view(torch.uint8).fill_(fill)
+    q = cache_write(batch, **layer.given, **mine)
+    wanted = cache_write_reference(batch, **layer.given, **reference)
+    cache_write_reference(batch, **layer.given, **shadow)
+    found = []
+    if not is_single:
+        found.append(("ring before the commit", "" if bool((raw(mine["window"]) == 0xFF).all()) else "was written"))
+        commit_window(batch, mine["staging"], mine["window"])
+        for views in (reference, shadow):
+            _commit_by_hand(batch, views["staging"], views["window"])
+        found.append(("staging", difference(mine["staging"], reference["staging"], shadow["staging"])))
+    gap = (q.float() - wanted.float()).abs() - 2**-7 * wanted.float().abs()
+    is_close = bool((gap <= 1e-5).all())
+    found.append(("queries", "" if is_close else f"{float(gap.max()):.1e} beyond the last place of bfloat16"))
+    found.append(("window", difference(mine["window"], reference["window"], shadow["window"])))
+    for name in ("main", "index"):
+        if name in mine:
+            pools = [views[name].pool for views in (mine, reference, shadow)]
+            found.append((f"{name} state", state_difference(mine[name].state, reference[name].state)))
+            found.append((name, difference(*pools)))
+    return "; ".join(f"{name}: {text}" for name, text in found if text)
+
+
+def _commit_by_hand(batch, staging, window):
+    for token, sequence in enumerate(batch.sequence.tolist()):
+        if sequence >= 0:
+            slot, row = int(batch.slots[sequence]), int(batch.positions[token]) % WINDOW
+            for source, target in (
+                (staging.values, window.values), (staging.rope, window.rope), (staging.scales, window.scales)
+            ):  # fmt: skip
+                if source is not None:
+                    target.view(torch.uint8)[slot, row] = source.view(torch.uint8)[token, 0]
