@@ -192,7 +192,7 @@ def unpack_body(body, scales, verdict, N: tl.constexpr, D: tl.constexpr, GROUPS:
                 _UNPACK, "=h,=h,=h,=h,r,r", [body, twice],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
             )  # fmt: skip
-        keys = _keep(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (N, GROUPS * _GROUP)))
+        keys = keep(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (N, GROUPS * _GROUP)))
     else:
         keys = tl.reshape(body, (N, GROUPS * _GROUP))
     return keys
@@ -204,7 +204,7 @@ def unpack_tail(tail, N: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == PACKED:
         even = (tail << 16).to(tl.float32, bitcast=True)
         odd = (tail & -65536).to(tl.float32, bitcast=True)
-        keys = _keep(tl.reshape(tl.join(to_f16(even), to_f16(odd)), (N, _TAIL)))
+        keys = keep(tl.reshape(tl.join(to_f16(even), to_f16(odd)), (N, _TAIL)))
     else:
         keys = tail
     return keys
@@ -224,7 +224,7 @@ def to_f16(x):
 
 
 @triton.jit
-def _keep(x):
+def keep(x):
     """Return x [.., even] f16 as something that the compiler can't see through.
 
     Triton looks back from a dot to the narrowest type it came from, takes every join for half of that, and would lay

@@ -106,6 +106,7 @@ class Plan:
             "BLOCK_H": c["BLOCK_H"],
             "BLOCK_N": c["BLOCK_N"],
             "SWAP": c["SWAP"],
+            "SPREAD": c["SPREAD"],
             "FUSED": int(c["FUSED"] and not self.final),
             "SPLITS": splits,
             "SINGLE": int(self.tiles == 1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.row_load import BF16, FP32, PACKED, locate, read_rows, to_f16, unpack_body, unpack_tail
+from kernels.row_load import BF16, FP32, PACKED, keep, locate, read_rows, to_f16, unpack_body, unpack_tail
 from kernels.rows import ROPE_CHANNELS
 
 # Never turned into constants or hints, so that one binary serves every batch and pool.
@@ -108,12 +108,14 @@ def attention_kernel(
     stride_pool_su, scale_log2e, width, table_width, num_blocks, num_slots, tiles,
     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
     FORMAT: tl.constexpr, GROUPS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SINGLE: tl.constexpr, SWAP: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SINGLE: tl.constexpr, SWAP: tl.constexpr, SPREAD: tl.constexpr, FUSED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a split of the keys of a token, for BLOCK_H heads. Grid (splits, tokens, head blocks).
 
     tiles: BLOCK_N keys each that a split takes; 0: what the token sees, evenly.   SINGLE: one tile a split, no loop.
     SPLITS: power of two of at least the number of splits; 1: the result is final.   SWAP: S^T = K Q^T, O^T = K^T P^T.
+    SPREAD: scores by groups of 64 channels, a warp each, then summed: short chains of products instead of one long one.
     """
     split, token = tl.program_id(0), tl.program_id(1)
     splits = tl.num_programs(0)
@@ -159,7 +161,7 @@ def attention_kernel(
     q_body = tl.load(q_at + c[None, :], mask=is_head[:, None] & (c < BODY)[None, :], other=1.0).to(tl.float32)
     q_tail = tl.load(q_at + BODY + tail_c[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
     if FORMAT == PACKED:
-        q_body, q_tail = to_f16(q_body), to_f16(q_tail)
+        q_body, q_tail = keep(to_f16(q_body)), keep(to_f16(q_tail))
     elif FORMAT == BF16:
         q_body, q_tail = q_body.to(tl.bfloat16), q_tail.to(tl.bfloat16)
     PRECISION: tl.constexpr = "tf32x3" if FORMAT == FP32 else "tf32"
@@ -172,6 +174,8 @@ def attention_kernel(
     else:
         o_body, o_tail = tl.zeros((BLOCK_H, PADDED), tl.float32), tl.zeros((BLOCK_H, _TAIL), tl.float32)
 
+    if SPREAD:
+        q_groups = tl.permute(tl.reshape(q_body, (BLOCK_H, GROUPS, 64)), (1, 0, 2))
     num_tiles = 1 if SINGLE else tl.cdiv(tl.maximum(end - low, 0), BLOCK_N)
     for i in range(num_tiles):
         k_body = unpack_body(body, scales, verdict, BLOCK_N, D, GROUPS, FORMAT)
@@ -190,8 +194,12 @@ def attention_kernel(
             s = tl.dot(k_body, q_body, input_precision=PRECISION)
             s = tl.dot(k_tail, q_tail, s, input_precision=PRECISION)
         else:
-            s = tl.dot(q_body, tl.trans(k_body), input_precision=PRECISION)
-            s = tl.dot(q_tail, tl.trans(k_tail), s, input_precision=PRECISION)
+            s = tl.dot(q_tail, tl.trans(k_tail), input_precision=PRECISION)
+            if SPREAD:
+                k_groups = tl.permute(tl.reshape(k_body, (BLOCK_N, GROUPS, 64)), (1, 2, 0))
+                s += tl.sum(tl.dot(q_groups, k_groups, input_precision=PRECISION), 0)
+            else:
+                s = tl.dot(q_body, tl.trans(k_body), s, input_precision=PRECISION)
         if FORMAT != PACKED:
             s += tl.expand_dims(now, HEADS)
         s *= scale_log2e

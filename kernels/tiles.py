@@ -62,6 +62,7 @@ def _attention(
     splits: int = 32,
     fused: bool = False,
     swap: bool = False,
+    spread: bool = False,
     **upto: int,
 ) -> Tile:
     """A tile of sparse_attention: as many splits, up to `splits`, as give each multiprocessor `resident` programs."""
@@ -69,6 +70,7 @@ def _attention(
         "BLOCK_H": block_h,
         "BLOCK_N": block_n,
         "SWAP": int(swap),
+        "SPREAD": int(spread),
         "FUSED": int(fused),
         "RESIDENT": resident,
         "MAX_SPLITS": splits,

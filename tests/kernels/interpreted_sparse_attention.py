@@ -25,7 +25,16 @@ TOLERANCE = {"packed": 0.018, "bf16": 0.035, "fp32": 2e-5}  # bf16 rows: weights
 
 
 def tile(**constants):
-    chosen = {"BLOCK_H": 16, "BLOCK_N": 16, "SWAP": 0, "FUSED": 1, "RESIDENT": 1, "MAX_SPLITS": 32, "COMBINE_H": 1}
+    chosen = {
+        "BLOCK_H": 16,
+        "BLOCK_N": 16,
+        "SWAP": 0,
+        "SPREAD": 0,
+        "FUSED": 1,
+        "RESIDENT": 1,
+        "MAX_SPLITS": 32,
+        "COMBINE_H": 1,
+    }
     return Tile(chosen | constants, num_warps=4)
 
 
@@ -137,8 +146,11 @@ def case(
 SPANS = [(0, 1), (3, 1), (40, 1), (101, 1)]
 
 
-@pytest.mark.parametrize("swap", [0, 1])
+DESIGNS = [{"SWAP": 0}, {"SWAP": 1}, {"SPREAD": 1}]
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: "-".join(d))
 @pytest.mark.parametrize("kind", ["selected", "visible", "window"])
 @pytest.mark.parametrize("fmt", ["packed", "bf16", "fp32"])
-def test_every_format_and_kind_of_layer_equals_the_reference(fmt, kind, swap):
-    case(SPANS, fmt=fmt, kind=kind, padding=1).check(tile=tile(SWAP=swap))
+def test_every_format_and_kind_of_layer_equals_the_reference(fmt, kind, design):
+    case(SPANS, fmt=fmt, kind=kind, padding=1).check(tile=tile(**design))
