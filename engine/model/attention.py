@@ -25,6 +25,7 @@ from kernels.norm_rope import rms_norm, rope
 from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.rows import Rows
 from kernels.sparse_attention import sparse_attention
+from kernels.sparse_attention_decode import sparse_attention_decode
 from kernels.triton_env import uses_triton
 
 DECODE_TOKENS = 8
@@ -123,8 +124,6 @@ class Attention:
         cache: CacheViews,
     ) -> Tensor:
         """The same with decode kernels: one launch writes the cache, one attends."""
-        from kernels.sparse_attention_decode import sparse_attention_decode
-
         decode, window = batch.decode, cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
         pool, main, index = None, None, None

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -26,11 +27,13 @@ from safetensors.torch import load_file, save_file
 TESTS = Path(__file__).resolve().parent.parent
 LENGTHS = (9, 130, 700, 2300)
 BLOCK_TOKENS = 256
-# The net is random and passes every rounding on enlarged. Packed rows keep their rope channels in bfloat16, golden_sim
-# in float32: that alone moves logits by up to 0.13 (0.19 with FP8 index keys, which golden_sim has not), measured with
-# the references on the CPU. The kernels round queries, probabilities and outputs to bfloat16 as well.
-SIM_BOUND = 0.4
-REFERENCE_BOUND = 0.3
+# The net is random and passes every rounding on enlarged; where two experts score alike, it may choose the other one.
+# Packed rows keep their rope channels in bfloat16, golden_sim in float32: that alone moves logits by 0.02 to 0.13 (0.19
+# with FP8 index keys, which golden_sim has not), measured with the references on the CPU. The kernels round queries,
+# probabilities and outputs to bfloat16 as well: another 0.01 to 0.05 in the interpreter. One other expert (prompt 9,
+# step 3) was seen to move a step by 0.44. So a step's bound allows for that, and the median's does not.
+SIM_BOUND, SIM_MEDIAN = 0.6, 0.1
+REFERENCE_BOUND, REFERENCE_MEDIAN = 0.5, 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,17 @@ class Step:
         if self.reference is not None and not self.reference <= REFERENCE_BOUND:
             return f"{self.reference:.2e} from the references, bound {REFERENCE_BOUND}"
         return ""
+
+
+def median_fault(steps: list[Step]) -> str:
+    """Return what is wrong with the steps taken together, "" if nothing."""
+    sim = statistics.median(s.sim for s in steps)
+    if not sim <= SIM_MEDIAN:
+        return f"median {sim:.2e} from golden_sim, bound {SIM_MEDIAN}"
+    found = [s.reference for s in steps if s.reference is not None]
+    if found and not statistics.median(found) <= REFERENCE_MEDIAN:
+        return f"median {statistics.median(found):.2e} from the references, bound {REFERENCE_MEDIAN}"
+    return ""
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -102,16 +116,16 @@ def logits_of(
     )  # fmt: skip
     side = harness.Side(runner)
     sequences = []
-    for length in lengths:
-        prompt = golden[f"prompt_{length}"].tolist()
-        running = side.start(prompt, num_tokens=length + steps)
-        while running.length < length - 1:
-            side.step((running, prompt[running.length : min(running.length + 512, length - 1)], False))
-        sequences.append((running, [prompt[-1], *golden[f"gen_{length}"].tolist()]))
     chooses = model.decode_batch
     if not kernels:
         model.decode_batch = lambda batch, cache: None
     try:
+        for length in lengths:
+            prompt = golden[f"prompt_{length}"].tolist()
+            running = side.start(prompt, num_tokens=length + steps)
+            while running.length < length - 1:
+                side.step((running, prompt[running.length : min(running.length + 512, length - 1)], False))
+            sequences.append((running, [prompt[-1], *golden[f"gen_{length}"].tolist()]))
         for step in range(steps):
             side.step(*((running, [forced[step]], True) for running, forced in sequences))
     finally:
@@ -188,11 +202,13 @@ def main() -> int:
                     f"{s.length:>6} {s.step:>4} {s.argmax:>6} {s.wanted:>6} {s.sim:>9.2e} {s.golden:>9.2e} "
                     f"{reference:>9} {s.margin:>8.4f}  {s.fault}".rstrip()
                 )
-            faults += sum(bool(s.fault) for s in found)
+            faults += sum(bool(s.fault) for s in found) + bool(median_fault(found))
             same = sum(s.argmax == s.wanted for s in found)
-            far = max(s.sim for s in found), max(s.reference or 0.0 for s in found)
-            print(f"{same} of {len(found)} argmax equal; to golden_sim {far[0]:.2e}, to the references {far[1]:.2e}")
-            sys.stdout.flush()
+            print(f"{same} of {len(found)} argmax equal  {median_fault(found)}")
+            for name in ("sim", "golden", "reference"):
+                gaps = [gap for s in found if (gap := getattr(s, name)) is not None]
+                if gaps:
+                    print(f"to {name}: at most {max(gaps):.2e}, median {statistics.median(gaps):.2e}", flush=True)
     return 1 if faults else 0
 
 

@@ -29,3 +29,4 @@ def test_every_teacher_forced_step_chooses_as_golden(geo, checkpoint, dtype, ind
     steps = geo.run(checkpoint, device="cuda", dtype=dtype, index=index)
     assert len(steps) == 24
     assert [(s.length, s.step, s.fault) for s in steps if s.fault] == []
+    assert geo.median_fault(steps) == ""

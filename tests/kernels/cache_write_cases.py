@@ -31,7 +31,8 @@ def normal(*shape, seed=0, device="cpu"):
 
 
 def hard_rows(width):
-    """Zeros of both signs, huge and tiny rows, amax where the scale changes, ties, codes below the normal ones."""
+    """Zeros of both signs, huge and tiny rows, amax where the scale changes, ties, codes below the normal ones; a zero
+    block beside others, denormals, one huge value among ordinary ones, amax at the limits of the scales."""
     n = 24
     x = normal(n, width) * torch.exp(6 * normal(n, 1, seed=1))
     x[1], x[2], x[3], x[4] = 0.0, -0.0, 1e30 * x[3], 3.4e38
@@ -42,6 +43,11 @@ def hard_rows(width):
     x[9] = x[8] * 2**-9
     x[10] = (torch.arange(width) - width // 2) * 2.0**-10
     x[10, ::32] = 448.0
+    x[11, : width // 2] = 0.0
+    x[12], x[13] = 1e-38, 1e-45
+    x[14], x[14, 3] = 1.0, 3e38
+    for row, amax in enumerate((1e-40, 1.0, 448.0, 449.0, 3e38), 15):
+        x[row] *= amax / x[row].abs().max()
     return x
 
 
