@@ -77,6 +77,21 @@ def fault_of(case: Case, device: str) -> str:
     return str(cases.check(layer))
 
 
+def replay_fault(ratio: int, index: str, device: str) -> str:
+    """Return what is wrong after a CUDA graph was captured on one step and replayed on another, "" if nothing."""
+    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    layers = []
+    for shift in (0, 3):
+        spans = [(127 + 129 * i + shift, 1) for i in range(16)]
+        batch = cases.decode_batch(
+            spans, block_tokens=BLOCK_TOKENS, padding=2, empty=1, device=device, columns=16, seed=shift
+        )
+        layers.append(
+            cases.make_layer(batch, ratio=ratio, index=index, dim=512, heads=16, block_tokens=BLOCK_TOKENS)
+        )  # fmt: skip
+    return str(cases.check_replayed(*layers))
+
+
 def stored_bytes_fault(fmt: str, width: int, device: str) -> str:
     """Return how bytes stored on `device` differ from those of Rows.write on the CPU, "" if in nothing."""
     from kernels.row_store import store_rows
@@ -124,7 +139,12 @@ def main() -> int:
         fault = fault_of(case, args.device)
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write {case}", flush=True)
-    print(f"{len(found) + len(STORED)} cases, {faults} failed")
+    replayed = [] if INTERPRETED else [(ratio, index) for ratio, index, turned in KINDS if not turned]
+    for ratio, index in replayed:
+        fault = replay_fault(ratio, index, args.device)
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} cache_write replayed, ratio {ratio} {index}", flush=True)
+    print(f"{len(found) + len(STORED) + len(replayed)} cases, {faults} failed")
     return 1 if faults else 0
 
 

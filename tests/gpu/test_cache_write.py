@@ -27,3 +27,8 @@ def test_compiled_writes_equal_the_reference(case):
 @pytest.mark.parametrize(("fmt", "width"), cases.STORED)
 def test_stored_bytes_are_those_of_the_reference(fmt, width):
     assert cases.stored_bytes_fault(fmt, width, "cuda") == ""
+
+
+@pytest.mark.parametrize(("ratio", "index"), [(r, i) for r, i, turned in cases.KINDS if not turned])
+def test_a_captured_launch_follows_its_tensors(ratio, index):
+    assert cases.replay_fault(ratio, index, "cuda") == ""

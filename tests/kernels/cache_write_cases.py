@@ -51,12 +51,15 @@ def hard_rows(width):
     return x
 
 
-def decode_batch(spans, *, block_tokens, padding=0, empty=0, device="cpu", seed=0):
-    """Return a batch of (first position, tokens) a sequence; then `empty` sequences and `padding` tokens."""
+def decode_batch(spans, *, block_tokens, padding=0, empty=0, device="cpu", seed=0, columns=0):
+    """Return a batch of (first position, tokens) a sequence; then `empty` sequences and `padding` tokens.
+
+    columns: of the block table, if more than needed.
+    """
     draw = torch.Generator().manual_seed(seed)
     total = sum(n for _, n in spans)
     free = torch.randperm(3 * len(spans), generator=draw).tolist()
-    columns = max((start + n - 1) // block_tokens for start, n in spans) + 2
+    columns = max(columns, max((start + n - 1) // block_tokens for start, n in spans) + 2)
     table = torch.full((len(spans) + empty, columns), -1)
     for index, (start, n) in enumerate(spans):
         for column in range(start // block_tokens, (start + n - 1) // block_tokens + 1):
@@ -189,11 +192,11 @@ def difference(got, wanted, shadow):
 
 def check(layer):
     """Run kernel and reference; return what differs, "" if nothing. Stages the window where a sequence has several."""
-    batch = layer.batch
-    mine, reference, shadow = dict(layer.mine), dict(layer.reference), dict(layer.shadow)
-    is_single = batch.max_query_len == 1
-    if not is_single:
-        for views, fill in ((mine, 0xFF), (reference, 0xFF), (shadow, 0)):
+    batch, sets = layer.batch, [dict(layer.mine), dict(layer.reference), dict(layer.shadow)]
+    mine, reference, shadow = sets
+    found = []
+    if batch.max_query_len > 1:
+        for views, fill in zip(sets, (0xFF, 0xFF, 0), strict=True):
             views["staging"] = staging_rows(batch.num_tokens, views["window"])
             for part in (views["staging"].values, views["staging"].rope, views["staging"].scales):
                 if part is not None:
@@ -201,22 +204,60 @@ def check(layer):
     q = cache_write(batch, **layer.given, **mine)
     wanted = cache_write_reference(batch, **layer.given, **reference)
     cache_write_reference(batch, **layer.given, **shadow)
-    found = []
-    if not is_single:
+    if batch.max_query_len > 1:
         found.append(("ring before the commit", "" if bool((raw(mine["window"]) == 0xFF).all()) else "was written"))
         commit_window(batch, mine["staging"], mine["window"])
         for views in (reference, shadow):
             _commit_by_hand(batch, views["staging"], views["window"])
         found.append(("staging", difference(mine["staging"], reference["staging"], shadow["staging"])))
+    return _join([*found, *_differences(q, wanted, *sets)])
+
+
+def check_replayed(captured, layer):
+    """Capture the launch on one layer, replay it on the values of another of the same shapes; return what differs."""
+    q_out = torch.full_like(captured.given["q"], float("nan"), dtype=torch.bfloat16)
+
+    def launch():
+        cache_write(captured.batch, **captured.given, **captured.mine, q_out=q_out)
+
+    launch()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for old, new in zip(_tensors(captured), _tensors(layer), strict=True):
+        old.copy_(new)
+    q_out.fill_(float("nan"))
+    graph.replay()
+    wanted = cache_write_reference(layer.batch, **layer.given, **layer.reference)
+    cache_write_reference(layer.batch, **layer.given, **layer.shadow)
+    return _join(_differences(q_out, wanted, captured.mine, layer.reference, layer.shadow))
+
+
+def _tensors(layer):
+    """Return all that the launch reads or writes."""
+    found = [v for v in (*vars(layer.batch).values(), *layer.given.values()) if isinstance(v, torch.Tensor)]
+    rows = [layer.mine["window"]]
+    for name in ("main", "index"):
+        if name in layer.mine:
+            part = layer.mine[name]
+            found += [part.projected, part.bias, part.norm]
+            rows += [part.state, part.pool]
+    parts = [t for r in rows for t in (r.values, r.rope, r.scales) if t is not None]
+    return [*found, *(t.view(torch.uint8) for t in parts)]
+
+
+def _differences(q, wanted, mine, reference, shadow):
     gap = (q.float() - wanted.float()).abs() - 2**-7 * wanted.float().abs()
     is_close = bool((gap <= 1e-5).all())
-    found.append(("queries", "" if is_close else f"{float(gap.max()):.1e} beyond the last place of bfloat16"))
-    found.append(("window", difference(mine["window"], reference["window"], shadow["window"])))
+    yield "queries", "" if is_close else f"{float(gap.max()):.1e} beyond the last place of bfloat16"
+    yield "window", difference(mine["window"], reference["window"], shadow["window"])
     for name in ("main", "index"):
         if name in mine:
-            pools = [views[name].pool for views in (mine, reference, shadow)]
-            found.append((f"{name} state", state_difference(mine[name].state, reference[name].state)))
-            found.append((name, difference(*pools)))
+            yield f"{name} state", state_difference(mine[name].state, reference[name].state)
+            yield name, difference(mine[name].pool, reference[name].pool, shadow[name].pool)
+
+
+def _join(found):
     return "; ".join(f"{name}: {text}" for name, text in found if text)
 
 
