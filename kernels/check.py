@@ -5,7 +5,7 @@
 
 Each module of this package that has `variants(arch) -> list[Variant]` takes part. Refused are spills, tensor
 instructions that are missing or were not declared, more shared memory than a block has, and a compilation that takes
-more than 30 s. Results are kept by a hash of the kernel's source, its variant and the compiler.
+more than 30 s of processor time. Results are kept by a hash of the kernel's source, its variant and the compiler.
 Exit code: 0 well, 1 something may not ship, 2 wrong usage.
 """
 
@@ -16,9 +16,11 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import pkgutil
+import resource
 import signal
 import sys
 import tempfile
@@ -40,6 +42,7 @@ from kernels.tiles import Variant
 from kernels.triton_env import ARCHES, INTERPRETED
 
 LIMIT_S = 30.0
+STALLED = 10  # times the limit, on the clock: nobody is computing any more
 WORKERS = 2
 
 _NOTE = """\
@@ -88,30 +91,31 @@ def _compile_all(
             while waiting and len(running) < WORKERS:
                 job = waiting.pop()
                 mine, theirs = context.Pipe(duplex=False)
-                worker = context.Process(target=_work, args=(theirs, job[1], job[2], dump), daemon=True)
+                worker = context.Process(target=_work, args=(theirs, job[1], job[2], dump, limit_s), daemon=True)
                 with warnings.catch_warnings():
                     # a caller with threads is warned of forking; the child takes none of their locks, it compiles
                     warnings.simplefilter("ignore", DeprecationWarning)
                     worker.start()
                 theirs.close()
-                running[mine] = (worker, time.monotonic() + limit_s, job)
+                running[mine] = (worker, time.monotonic() + STALLED * limit_s, job)
             soonest = min(deadline for _, deadline, _ in running.values())
             for ready in wait(list(running), timeout=max(0.0, soonest - time.monotonic())):
                 assert isinstance(ready, Connection)
                 worker, _, (at, variant, arch) = running.pop(ready)
-                yield at, _received(ready, worker, variant, arch)
+                yield at, _received(ready, worker, variant, arch, limit_s)
             for late in [one for one, (_, deadline, _) in running.items() if deadline <= time.monotonic()]:
                 worker, _, (at, variant, arch) = running.pop(late)
                 _end(worker)
-                fault = f"not compiled in {limit_s:g} s: take a smaller tile, or was the machine this busy?"
-                yield at, _failed(variant, arch, fault)
+                yield at, _failed(variant, arch, _too_slow(limit_s))
     finally:
         for worker, _, _ in running.values():
             _end(worker)
 
 
-def _work(out: Connection, variant: Variant, arch: str, dump: Path | None) -> None:
+def _work(out: Connection, variant: Variant, arch: str, dump: Path | None, limit_s: float) -> None:
     os.setpgrp()  # ptxas is a child of this process and must end with it
+    seconds = max(1, math.ceil(limit_s))  # of processor time, so that a busy machine refuses nothing; ptxas inherits it
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     with tempfile.TemporaryFile("w+") as said:
         os.dup2(said.fileno(), 2)  # LLVM prints what failed, with the whole module, straight to stderr
         try:
@@ -120,14 +124,19 @@ def _work(out: Connection, variant: Variant, arch: str, dump: Path | None) -> No
             said.seek(0)
             lines = [line.strip() for line in said if "error:" in line][:3]
             own = "".join(traceback.format_exception_only(error)).strip()
-            out.send(_failed(variant, arch, "does not compile: " + " | ".join([*lines, own])[:2000]))
+            fault = "does not compile: " + " | ".join([*lines, own])[:2000]
+            tools = resource.getrusage(resource.RUSAGE_CHILDREN)
+            is_late = tools.ru_utime + tools.ru_stime >= 0.9 * seconds
+            out.send(_failed(variant, arch, _too_slow(limit_s) if is_late else fault))
 
 
-def _received(source: Connection, worker: Any, variant: Variant, arch: str) -> Report:
+def _received(source: Connection, worker: Any, variant: Variant, arch: str, limit_s: float) -> Report:
     try:
         report: Report = source.recv()
     except EOFError:
         worker.join()
+        if worker.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):  # SIGKILL at the hard limit
+            return _failed(variant, arch, _too_slow(limit_s))
         return _failed(variant, arch, f"the compiler crashed (exit code {worker.exitcode}): try a smaller tile")
     worker.join()
     return report
@@ -139,6 +148,10 @@ def _end(worker: Any) -> None:
     except ProcessLookupError:  # it has not called setpgrp yet
         worker.kill()
     worker.join()
+
+
+def _too_slow(limit_s: float) -> str:
+    return f"not compiled in {limit_s:g} s of processor time: take a smaller tile"
 
 
 def _failed(variant: Variant, arch: str, fault: str) -> Report:

@@ -78,9 +78,9 @@ class Report:
 
 
 def tile_name(variant: Variant) -> str:
-    """Return a variant's constants and launch parameters in one word, as in "BLOCK_H=16,BLOCK_N=32,8w2s"."""
+    """Return a variant's constants and launch parameters in one word, as in "BLOCK_H=16,lse=-,8w2s" (no lse)."""
     values = {name: int(v) if isinstance(v, bool) else v for name, v in variant.constants.items()}
-    parts = [f"{name}={value}" for name, value in values.items() if isinstance(value, (int, str))]
+    parts = [f"{name}={'-' if value is None else value}" for name, value in values.items()]
     limit = f"r{variant.maxnreg}" if variant.maxnreg else ""
     return ",".join([*parts, f"{variant.num_warps}w{variant.num_stages}s{limit}"])
 

@@ -17,6 +17,7 @@ What is repaired (seen in Triton 3.6 to 3.9):
     arithmetic on bf16 or fp8  worked on raw bits; now an error: compute in float32, as the kernel should
     masked load without other  gave zeros, hardware promises nothing; now all bits one: NaN, or -1
     any load, store, atomic    went anywhere in memory; now an error outside the storages of the launch's tensors
+    loops over a tensor        warned of NumPy's future, which pytest makes an error; now as NumPy wants it
     gdc_wait and its sibling   inline assembly, an error; now nothing
 
 What it can't show: races, the order in which hardware sums, tf32 of float32 dots, anything about speed.
@@ -141,6 +142,10 @@ def repair() -> None:
         check_inside("atomic", ptrs, mask)
         return plain_rmw(self, op, ptrs, value, mask, *how)
 
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     def atomic_cas(self: Any, ptrs: Any, *operands: Any) -> Any:
         check_inside("atomic", ptrs, handle(np.ones(ptrs.data.shape, bool), tl.int1))
         return plain_cas(self, ptrs, *operands)
@@ -164,6 +169,7 @@ def repair() -> None:
     plain_cast, plain_dot, plain_load = builder.cast_impl, builder.create_dot, builder.create_masked_load
     plain_store, plain_rmw = builder.create_masked_store, builder.create_atomic_rmw
     plain_cas, builder.create_atomic_cas = builder.create_atomic_cas, atomic_cas
+    plain_patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
     plain_init = interpreter.GridExecutor._init_args_hst
     plain_check = interpreter.ReduceScanOpInterface.check_tensor
     for name in ("create_fp_ext", "create_fp_trunc", "create_fp_to_fp"):

@@ -35,6 +35,14 @@ def shifted_kernel(x, out, shift, SIZE: tl.constexpr):
 
 
 @triton.jit
+def count_kernel(length, out):
+    total = 0
+    for _ in range(tl.load(length)):
+        total += 2
+    tl.store(out, total)
+
+
+@triton.jit
 def load_kernel(x, out, used, SIZE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -92,6 +100,12 @@ def test_masked_load_without_other_gives_nan(dtype):
     out = torch.zeros(16, dtype=dtype)
     load_kernel[(1,)](torch.ones(16, dtype=dtype), out, 5, 16, False)
     assert torch.equal(out.isnan(), torch.arange(16) >= 5)
+
+
+def test_loop_runs_to_a_length_from_memory():
+    out = torch.zeros(1, dtype=torch.int32)
+    count_kernel[(1,)](torch.tensor([5], dtype=torch.int32), out)
+    assert out.item() == 10
 
 
 def test_dependent_launch_instructions_do_nothing():

@@ -7,16 +7,18 @@ import torch
 
 from kernels.bench import Bench, collect
 
-SMALL = 1 << 20  # bytes; larger benches take the interpreter minutes
+SMALL = 1 << 20  # bytes; the interpreter takes seconds for a megabyte
 
 
-@pytest.mark.parametrize("sample", collect("samples"), ids=lambda one: f"{one.op} {one.shape}")
+def small(which: str) -> list[Bench]:
+    return [one for one in collect(which) if one.bytes < SMALL]
+
+
+@pytest.mark.parametrize("sample", small("samples"), ids=lambda one: f"{one.op} {one.shape}")
 def test_sample_runs_and_stays_inside_its_tensors(sample: Bench):
     sample.make(torch.device("cpu"), 0)()
 
 
-@pytest.mark.parametrize(
-    "bench", [one for one in collect("benches") if one.bytes < SMALL], ids=lambda one: f"{one.op} {one.shape}"
-)
+@pytest.mark.parametrize("bench", small("benches"), ids=lambda one: f"{one.op} {one.shape}")
 def test_small_bench_runs_and_stays_inside_its_tensors(bench: Bench):
     bench.make(torch.device("cpu"), 0)()
