@@ -17,6 +17,7 @@ from kernels.norm_rope import rotation_at
 from kernels.ragged import DecodeBatch
 from kernels.row_store import scale_row_bytes, store_rows, value_bytes
 from kernels.rows import Rows
+from kernels.tiles import Tile
 
 DIM, INDEX_DIM, ROPE, WINDOW, BLOCK_TOKENS = 512, 128, 64, 128, 256
 # Where in its entry each sequence's token stands: as it comes, or the most expensive step there is.
@@ -64,7 +65,7 @@ def _bench(
     positions = [8192 + PHASES[phase](b, ratio) for b in range(count)]
 
     def make(device: torch.device, i: int) -> Launch:
-        return _launch(device, i, positions, ratio=ratio, heads=heads, keys=keys, length=length, padding=padding)
+        return step(device, i, positions, ratio=ratio, heads=heads, keys=keys, length=length, padding=padding)
 
     shape = [f"B={count}", kind, f"heads={heads}", *((keys,) if keys else ()), *((phase,) if ratio else ())]
     if length > 1:
@@ -96,10 +97,11 @@ def _bytes(position: int, ratio: int, heads: int, keys: str) -> int:
     return total
 
 
-def _launch(
+def step(
     device: torch.device, seed: int, positions: list[int], *, ratio: int, heads: int, keys: str, length: int,
-    padding: int,
+    padding: int, tile: Tile | None = None,
 ) -> Launch:  # fmt: skip
+    """Return one step of sequences at `positions`, `length` tokens each, on inputs drawn with `seed`."""
     draw = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -156,7 +158,7 @@ def _launch(
     def launch() -> object:
         cache_write(
             batch, kv=kv, kv_norm=kv_norm, rotation=rotation, window=window, eps=1e-6, q=q, q_out=q_out, ratio=ratio,
-            entry_rotation=turned if ratio else None, main=main, index=index, staging=staging,
+            entry_rotation=turned if ratio else None, main=main, index=index, staging=staging, tile=tile,
         )  # fmt: skip
         if staging is not None:
             commit_window(batch, staging, window)

@@ -34,7 +34,7 @@ from kernels.row_store import (
     value_bytes,
 )
 from kernels.rows import Rows
-from kernels.tiles import tile_for
+from kernels.tiles import Tile, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
 HADAMARD_CHANNELS = 128
@@ -145,6 +145,7 @@ def cache_write(
     main: Pooling | None = None,
     index: Pooling | None = None,
     staging: Rows | None = None,
+    tile: Tile | None = None,
 ) -> Tensor | None:
     """Store a step's rows and return the turned queries [T, H, D] (bfloat16, or `q_out`), None without q.
 
@@ -152,7 +153,8 @@ def cache_write(
     tokens.   window: the layer's rings; with several tokens a sequence, `staging` takes the rows instead.
     q: [T, H, D] float32 or bfloat16.   q_out may be q.
     ratio: 0, 4 or 128; then `main`, with `index` at ratio 4 if the layer has an indexer.   entry_rotation: complex64
-    [T, R/2], of position - ratio + 1 (rows of tokens that complete no entry are not used).
+    [T, R/2], of position - ratio + 1 (rows of tokens that complete no entry are not used).   tile: instead of the
+    table's.
     """
     tokens, dim = kv.shape
     _check(batch, kv, kv_norm, rotation, window, q, q_out, ratio, entry_rotation, main, index, staging)
@@ -164,7 +166,7 @@ def cache_write(
     heads = 0 if q is None else q.shape[1]
     if q is not None and q_out is None:
         q_out = torch.empty_like(q, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    tile = tile_for("cache_write", arch_of(kv.device), heads=heads, tokens=tokens)
+    tile = tile or tile_for("cache_write", arch_of(kv.device), heads=heads, tokens=tokens)
     pdl = HAS_PDL(kv.device)
     constants = constants_of(
         window.format, dim, 2 * rotation.shape[1], ratio, tile, rows=window.rows,
