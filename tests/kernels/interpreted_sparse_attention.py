@@ -1,6 +1,5 @@
 """The decode attention kernel against its torch reference; every pool is NaN but for the rows that may be read."""
 
-import dataclasses
 import importlib.util
 import math
 import sys
@@ -219,31 +218,11 @@ def test_the_combining_kernel_gives_the_bits_of_the_last_program():
     assert torch.equal(fused[1], separate[1])
 
 
-def _alone(case, token):
-    """Return the case with one token of one sequence, and a block table as wide as that needs."""
-    batch = case.batch
-    width = int((batch.block_table[token] >= 0).sum())
-    single = dataclasses.replace(
-        batch,
-        positions=batch.positions[token : token + 1],
-        sequence=torch.zeros(1, dtype=torch.int32),
-        starts=batch.starts[token : token + 1],
-        query_start=torch.tensor([0, 1], dtype=torch.int32),
-        slots=batch.slots[token : token + 1],
-        block_table=batch.block_table[token : token + 1, :width].contiguous(),
-        num_tokens=1,
-    )
-    rest = dict(case.rest, rotation=case.rest["rotation"][token : token + 1])
-    if rest["selected"] is not None:
-        rest["selected"] = rest["selected"][token : token + 1]
-    return cases.Case(case.q[token : token + 1].contiguous(), single, case.window, rest)
-
-
 @pytest.mark.parametrize("kind", ["selected", "visible"])
 def test_batch_invariant_bits_are_those_of_the_token_alone(kind):
     case = make_case([(90, 1), (600, 1), (7, 1)], kind=kind, top_k=130)
     together, _ = case.run(batch_invariant=True)
     assert case.fault(batch_invariant=True) == ""
     for token in range(3):
-        alone, _ = _alone(case, token).run(batch_invariant=True)
+        alone, _ = cases.alone(case, token).run(batch_invariant=True)
         assert torch.equal(alone[0], together[token])

@@ -137,3 +137,23 @@ def make_case(
         "new": new if staged else None,
     }
     return Case(q.float() if fmt == "fp32" else q, batch, window, rest)
+
+
+def alone(case, token):
+    """Return the case (one token a sequence) with that token alone, and a block table as wide as it needs."""
+    batch = case.batch
+    width = int((batch.block_table[token] >= 0).sum())
+    single = dataclasses.replace(
+        batch,
+        positions=batch.positions[token : token + 1],
+        sequence=torch.zeros_like(batch.sequence[:1]),
+        starts=batch.starts[token : token + 1],
+        query_start=batch.query_start[:2].clone(),
+        slots=batch.slots[token : token + 1],
+        block_table=batch.block_table[token : token + 1, :width].contiguous(),
+        num_tokens=1,
+    )
+    rest = dict(case.rest, rotation=case.rest["rotation"][token : token + 1])
+    if rest["selected"] is not None:
+        rest["selected"] = rest["selected"][token : token + 1]
+    return Case(case.q[token : token + 1].contiguous(), single, case.window, rest)
