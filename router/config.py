@@ -39,7 +39,8 @@ _HELP: dict[str, str] = {
     "worker_silence_s": "silence of a worker's stream after which it is looked for",
     "worker_lost_s": "time out of reach after which a worker counts as lost",
     "max_retries": "times a request is tried again after a worker failed it",
-    "resume_timeout_s": "how long a request that a worker failed waits for a pair to be ready again",
+    "resume_timeout_s": "how long a request that a worker failed waits for a pair to be ready again: its client hears "
+    "of it within 10 s; more where somebody starts workers again",
     "log_level": "how much is logged",
     "test_seams": "let tests hold the queue and force tokens: never in production",
 }
@@ -85,7 +86,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_silence_s: float = 2.0
     worker_lost_s: float = 1.5
     max_retries: int = 2
-    resume_timeout_s: float = 30.0
+    resume_timeout_s: float = 6.0
     log_level: LogLevel = "info"
     test_seams: bool = False
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import ClusterConfig, add_cluster_flags, load_cluster_config
-from deploy.router_process import router_flags
+from deploy.router_process import router_environment, router_flags
 from engine.flags import ConfigError
 from router import config as router_config
 
@@ -209,3 +209,14 @@ def test_ray_accepts_the_cluster_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     validate_config(config)
     assert config["provider"]["type"] == "local"
     assert "numa:1" in config["head_start_ray_commands"][1]
+
+
+def test_requests_wait_longer_for_a_worker_where_it_is_started_again():
+    flags = ["--model", "m", "--prefill", "http://p", "--decode", "http://d"]
+    by_hand, supervised = (
+        router_config.load(flags, environ).resume_timeout_s for environ in ({}, router_environment({}))
+    )
+    assert by_hand < 7 < supervised
+    chosen = {"ISTHMUS_RESUME_TIMEOUT_S": "9"}
+    assert router_config.load(flags, router_environment(chosen)).resume_timeout_s == 9
+    assert router_config.load([*flags, "--resume-timeout-s", "8"], router_environment(chosen)).resume_timeout_s == 8
