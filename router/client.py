@@ -77,6 +77,10 @@ class WorkerClient:
     async def abort(self, request: protocol.AbortRequest) -> protocol.AbortReply:
         return await self._call("/abort", request, protocol.AbortReply)
 
+    async def drain(self) -> None:
+        """Let the worker accept nothing new, finish what runs, and end."""
+        await self._call("/drain", protocol.Ack(), protocol.Ack)
+
     async def link(self, request: protocol.LinkRequest, *, timeout_s: float) -> protocol.LinkReply:
         """Let a prefill worker connect to a decode worker; returns the lane in use."""
         return await self._call("/link", request, protocol.LinkReply, timeout_s=timeout_s)

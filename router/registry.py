@@ -8,7 +8,7 @@ linking lets prefill connect to decode's endpoints; warming sends one real reque
 restarts has another generation, and its pairs start over. A broken stream is no dead worker: it is opened again from
 the frame that is missing. A worker that stays out of reach is lost, and its requests fail; only one whose port
 refuses connections, or that came back as another generation, is declared dead to the other side, because a mute
-process may still write.
+process may still write. A prefill worker that was declared dead and lives is asked to end: its writes are void.
 """
 
 from __future__ import annotations
@@ -156,11 +156,15 @@ class Registry:
             worker.owed.clear()
             worker.next_frame = 0
             worker.stats = info.stats
+        elif worker.role == "decode":
+            worker.dead_generation = 0  # a refused connection was no death: it is told again when it dies
         worker.info = info
         worker.state, worker.reason = info.state, info.reason
         refusal = _refusal(worker, info)
         if refusal and not worker.is_refused:
             log.error("%s", refusal)
+            if info.generation == worker.dead_generation:
+                self._spawn(self._retire(worker))
         worker.is_refused = bool(refusal)
         if refusal:
             worker.state, worker.reason = "failed", refusal
@@ -213,6 +217,12 @@ class Registry:
             self._register(worker, await worker.client.info())
         except WorkerError as error:
             log.warning("%s: could not be asked after its state changed: %s", worker.url, error.message)
+
+    async def _retire(self, worker: Worker) -> None:
+        try:
+            await worker.client.drain()
+        except WorkerError as error:
+            log.warning("%s could not be asked to end: %s", worker.url, error.message)
 
     async def _pay(self, worker: Worker) -> None:
         """Tell a worker that is back which requests ended meanwhile; what fails waits for the next time."""
@@ -357,6 +367,11 @@ def _refusal(worker: Worker, info: WorkerInfo) -> str:
         return (
             f"{worker.url} speaks protocol {info.fingerprints.protocol}, this router {PROTOCOL_VERSION}: "
             "start both from the same version"
+        )
+    if worker.role == "prefill" and info.generation == worker.dead_generation:
+        return (
+            f"{worker.url} counts as dead since its port refused connections, and decode takes nothing from this life "
+            "of it any more: it is asked to end; start it again"
         )
     return ""
 

@@ -243,6 +243,7 @@ class FakePrefill(FakeWorker):
         "/abort": protocol.AbortRequest,
         "/link": protocol.LinkRequest,
         "/unlink": protocol.WriterLost,
+        "/drain": protocol.Ack,
     }
 
     def __init__(self, cluster: FakeCluster, port: int = 0, **limits: int) -> None:
@@ -254,6 +255,9 @@ class FakePrefill(FakeWorker):
         return protocol.LinkReply(transport="local", lane="memcpy")
 
     async def unlink(self, lost: protocol.WriterLost) -> protocol.Message:
+        return protocol.Ack()
+
+    async def drain(self, nothing: protocol.Ack) -> protocol.Message:
         return protocol.Ack()
 
     async def prefill(self, request: protocol.PrefillRequest) -> protocol.Message:

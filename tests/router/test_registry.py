@@ -143,3 +143,44 @@ def test_a_draining_worker_gets_nothing_new(make_cluster):
         reserved = len([path for path, _ in cluster.decodes[0].calls if path == "/reserve"])
         assert all(works(cluster) for _ in range(3))
         assert len([path for path, _ in cluster.decodes[0].calls if path == "/reserve"]) == reserved
+
+
+def test_a_prefill_worker_that_was_wrongly_declared_dead_is_asked_to_end(make_cluster):
+    with make_cluster() as cluster:
+        old = cluster.prefills[0]
+
+        async def begin(generation=None):
+            cluster.prefills[0] = type(old)(cluster, old.port)
+            cluster.prefills[0].generation = generation or cluster.prefills[0].generation
+            await cluster.prefills[0].start()
+
+        cluster.call(old.kill)  # as a link that refuses: the same life answers again later
+        cluster.wait(lambda: "/writer_lost" in [path for path, _ in cluster.decodes[0].calls])
+        cluster.call(lambda: begin(old.generation))
+        cluster.wait(lambda: "/drain" in [path for path, _ in cluster.prefills[0].calls])
+        assert "start it again" in cluster.http.get("/ready").json()["error"]["message"]
+        assert [path for path, _ in cluster.prefills[0].calls] == ["/drain"]
+        cluster.call(cluster.prefills[0].kill)
+        cluster.call(begin)
+        cluster.wait(lambda: cluster.router.registry.is_ready)
+        assert works(cluster)
+
+
+def test_a_decode_worker_that_was_wrongly_declared_dead_serves_again_and_may_die_again(make_cluster):
+    with make_cluster() as cluster:
+        old = cluster.decodes[0]
+
+        async def begin():
+            cluster.decodes[0] = type(old)(cluster, old.port)
+            cluster.decodes[0].generation, cluster.decodes[0].frames = old.generation, old.frames
+            await cluster.decodes[0].start()
+
+        def deaths():
+            return [lost.generation for path, lost in cluster.prefills[0].calls if path == "/unlink"]
+
+        for times in (1, 2):
+            cluster.call(cluster.decodes[0].kill)
+            cluster.wait(lambda times=times: deaths() == [old.generation] * times)
+            cluster.call(begin)
+            cluster.wait(lambda: cluster.router.registry.is_ready)
+            assert works(cluster)
