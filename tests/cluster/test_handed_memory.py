@@ -351,6 +351,47 @@ async def leave_after(client, fields, *, num_tokens):
                 return
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+def test_sm_01_memory_that_fails_in_a_rank_delays_its_newest_request(site, stream):
+    """Three requests decode at once; each gets what it gets alone, and no process has ended."""
+    decode, pids = site.workers()["decode-0"], [site.pids(role) for role in ("prefill", "decode")]
+    before = httpx.get(f"{decode['url']}/info").json()["stats"]["steps_without_memory"]
+
+    async def run():
+        async with httpx.AsyncClient(base_url=site.url, timeout=60) as client:
+            wanted = [(await faults.ask(client, body(n, 30))).token_ids for n in range(3)]
+            fault = {"point": "decode_step", "request": f"oldest-{stream}", "n": 12, "action": "exhaust", "at": 1500}
+            httpx.post(f"{decode['url']}/seams", json=fault).raise_for_status()
+            names = [f"oldest-{stream}", "middle", "newest"]
+            asked = [faults.ask(client, body(n, 30, stream=stream), name=name) for n, name in enumerate(names)]
+            for answer, expected in zip(await asyncio.gather(*asked), wanted, strict=True):
+                assert faults.judge(answer, expected, struck_at=0.0) == "complete"
+
+    asyncio.run(run())
+    site.await_idle()
+    assert httpx.get(f"{decode['url']}/info").json()["stats"]["steps_without_memory"] == before + 1
+    assert [site.pids(role) for role in ("prefill", "decode")] == pids
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+def test_sm_01_request_for_which_a_rank_has_no_memory_fails_alone(site, stream):
+    decode = site.workers()["decode-0"]
+    fault = {"point": "decode_step", "request": f"alone-{stream}", "n": 5, "action": "exhaust", "at": 700}
+    httpx.post(f"{decode['url']}/seams", json=fault).raise_for_status()
+
+    async def run():
+        async with httpx.AsyncClient(base_url=site.url, timeout=60) as client:
+            wanted = (await faults.ask(client, body(1, 20))).token_ids
+            answer = await faults.ask(client, body(1, 20, stream=stream), name=f"alone-{stream}")
+            assert faults.judge(answer, wanted, struck_at=answer.asked_at) == "error"
+            assert "out of memory" in answer.error["message"] and answer.status == (200 if stream else 502)
+            assert (await faults.ask(client, body(1, 20))).token_ids == wanted
+
+    asyncio.run(run())
+    site.await_idle()
+    assert site.workers()["decode-0"]["leader_pid"] == decode["leader_pid"]
+
+
 def test_sm_05_gauges_are_at_baseline_after_all_have_left_at_once(site):
     before = metrics(site)
 
