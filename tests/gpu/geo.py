@@ -30,9 +30,9 @@ BLOCK_TOKENS = 256
 # The net is random and passes every rounding on enlarged; where two experts score alike, it may choose the other one.
 # Packed rows keep their rope channels in bfloat16, golden_sim in float32: that alone moves logits by 0.02 to 0.13 (0.19
 # with FP8 index keys, which golden_sim has not), measured with the references on the CPU. The kernels round queries,
-# probabilities and outputs to bfloat16 as well: another 0.01 to 0.05 in the interpreter. Another expert moves more: 0.14
-# in prompt 9, where at position 7 two differ by 0.002, and 0.44 in one step. So a step's bound allows for that, and the
-# median's does not.
+# probabilities and outputs to bfloat16 as well: another 0.01 to 0.05 in the interpreter. Another expert moves more:
+# 0.14 in prompt 9, where at position 7 two differ by 0.002, and 0.44 in one step. So a step's bound allows for that,
+# and the median's does not.
 SIM_BOUND, SIM_MEDIAN = 0.6, 0.1
 REFERENCE_BOUND, REFERENCE_MEDIAN = 0.5, 0.03
 
