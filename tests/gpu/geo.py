@@ -32,9 +32,10 @@ BLOCK_TOKENS = 256
 # with FP8 index keys, which golden_sim has not), measured with the references on the CPU. The kernels round queries,
 # probabilities and outputs to bfloat16 as well: another 0.01 to 0.05 in the interpreter. Another expert moves more:
 # 0.14 in prompt 9, where at position 7 two differ by 0.002, and 0.44 in one step. So a step's bound allows for that,
-# and the median's does not.
-SIM_BOUND, SIM_MEDIAN = 0.6, 0.1
-REFERENCE_BOUND, REFERENCE_MEDIAN = 0.5, 0.03
+# and the median's does not. In bfloat16 throughout, the references on the CPU are up to 1.2 away, in the median 0.13.
+# (bound of a step, of the median) by compute dtype:
+SIM_BOUNDS = {"float32": (0.6, 0.1), "bfloat16": (2.0, 0.3)}
+REFERENCE_BOUNDS = {"float32": (0.5, 0.03), "bfloat16": (2.0, 0.3)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,28 +50,29 @@ class Step:
     sim: float
     golden: float
     margin: float
-    reference: float | None = None
+    reference: float | None
+    dtype: str
 
     @property
     def fault(self) -> str:
         """What is wrong, "" if nothing."""
         if self.argmax != self.wanted:
             return f"argmax {self.argmax}, golden has {self.wanted}"
-        if not self.sim <= SIM_BOUND:
-            return f"{self.sim:.2e} from golden_sim, bound {SIM_BOUND}"
-        if self.reference is not None and not self.reference <= REFERENCE_BOUND:
-            return f"{self.reference:.2e} from the references, bound {REFERENCE_BOUND}"
-        return ""
+        return _beyond(self.sim, self.reference, self.dtype, 0)
 
 
 def median_fault(steps: list[Step]) -> str:
     """Return what is wrong with the steps taken together, "" if nothing."""
-    sim = statistics.median(s.sim for s in steps)
-    if not sim <= SIM_MEDIAN:
-        return f"median {sim:.2e} from golden_sim, bound {SIM_MEDIAN}"
     found = [s.reference for s in steps if s.reference is not None]
-    if found and not statistics.median(found) <= REFERENCE_MEDIAN:
-        return f"median {statistics.median(found):.2e} from the references, bound {REFERENCE_MEDIAN}"
+    reference = statistics.median(found) if found else None
+    return _beyond(statistics.median(s.sim for s in steps), reference, steps[0].dtype, 1)
+
+
+def _beyond(sim: float, reference: float | None, dtype: str, which: int) -> str:
+    if not sim <= SIM_BOUNDS[dtype][which]:
+        return f"{sim:.2e} from golden_sim, bound {SIM_BOUNDS[dtype][which]}"
+    if reference is not None and not reference <= REFERENCE_BOUNDS[dtype][which]:
+        return f"{reference:.2e} from the references, bound {REFERENCE_BOUNDS[dtype][which]}"
     return ""
 
 
@@ -101,8 +103,8 @@ def run(
     }  # fmt: skip
     reference = logits_of(checkpoint, kernels=False, **asked)
     if not has_kernels(device):
-        return _compare(reference, lengths, None)
-    return _compare(logits_of(checkpoint, kernels=True, **asked), lengths, reference)
+        return _compare(reference, lengths, dtype, None)
+    return _compare(logits_of(checkpoint, kernels=True, **asked), lengths, dtype, reference)
 
 
 def has_kernels(device: str) -> bool:
@@ -154,7 +156,9 @@ def logits_of(
     return [torch.stack(running.logits).float().cpu() for running, _ in sequences]
 
 
-def _compare(found: list[torch.Tensor], lengths: tuple[int, ...], reference: list[torch.Tensor] | None) -> list[Step]:
+def _compare(
+    found: list[torch.Tensor], lengths: tuple[int, ...], dtype: str, reference: list[torch.Tensor] | None
+) -> list[Step]:
     golden, sim = (load_file(TESTS / f"oracle/geo/{name}.safetensors") for name in ("golden", "golden_sim"))
     steps = []
     for which, length in enumerate(lengths):
@@ -171,6 +175,7 @@ def _compare(found: list[torch.Tensor], lengths: tuple[int, ...], reference: lis
                     golden=_distance(logits, wanted),
                     margin=float(top[0] - top[1]),
                     reference=None if reference is None else _distance(logits, reference[which][step]),
+                    dtype=dtype,
                 )
             )
     return steps
