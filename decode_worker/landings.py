@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 from engine.block_allocator import BlockAllocator, SlotAllocator
 from engine.errors import InvalidRequest, NoCapacity
@@ -76,7 +77,10 @@ class LandingTable:
         generation: int,
         max_model_len: int,
         leader_url: str,
+        on_blocks: Callable[[str], None] = lambda request_id: None,
     ) -> None:
+        """on_blocks: a test seam: called inside `reserve` when the blocks are taken; may raise."""
+        self._on_blocks = on_blocks
         self._layout, self._blocks, self._slots = layout, blocks, slots
         self._generation, self._max_model_len = generation, max_model_len
         self._leader_url = leader_url
@@ -105,32 +109,43 @@ class LandingTable:
         return [r for r, key in self._key_of.items() if router in (None, self._held[key].request.router)]
 
     def reserve(self, request: ReserveRequest, now: float) -> Landing:
-        """Hold blocks for the prompt, a slot, and the promise of all growth. Raises NoCapacity with nothing held."""
+        """Hold blocks for the prompt, a slot, and the promise of all growth. Whatever it raises, nothing is held.
+
+        Raises NoCapacity, also when this process has no memory for it, or InvalidRequest.
+        """
         num_tokens = len(request.prompt_token_ids)
         if request.request_id in self._key_of:
             raise InvalidRequest(f"request_id {request.request_id!r} has a landing already")
         most = max_cached_tokens(num_tokens, request.num_prior_outputs, request.sampling, self._max_model_len)
         count = self._layout.num_blocks_for(num_tokens)
         promised = self._layout.num_blocks_for(most) - count
-        block_ids = self._blocks.admit(count, later=promised)
+        block_ids, slot = self._blocks.admit(count, later=promised), None
         try:
+            self._on_blocks(request.request_id)
             slot = self._slots.take()
-        except NoCapacity:
+            landing = Landing(
+                request_id=request.request_id,
+                key=self._next_key,
+                generation=self._generation,
+                num_tokens=num_tokens,
+                block_ids=tuple(block_ids),
+                slot=slot,
+                layout=self._layout.fingerprint(),
+                agents=self.agents,
+                leader_url=self._leader_url,
+            )
+            held = Held(landing, request, promised, deadline=now + request.timeout_s)
+        except BaseException as error:
             self._blocks.release(block_ids, unused_promise=promised)
+            if slot is not None:
+                self._slots.release(slot)
+            if isinstance(error, MemoryError):
+                raise NoCapacity(
+                    "the decode leader has no memory for another landing; wait for running requests"
+                ) from error
             raise
-        landing = Landing(
-            request_id=request.request_id,
-            key=self._next_key,
-            generation=self._generation,
-            num_tokens=num_tokens,
-            block_ids=tuple(block_ids),
-            slot=slot,
-            layout=self._layout.fingerprint(),
-            agents=self.agents,
-            leader_url=self._leader_url,
-        )
         self._next_key += 1
-        self._held[landing.key] = Held(landing, request, promised, deadline=now + request.timeout_s)
+        self._held[landing.key] = held
         self._key_of[request.request_id] = landing.key
         return landing
 

@@ -63,6 +63,7 @@ class DecodeWorker:
             generation=generation,
             max_model_len=plan.max_model_len,
             leader_url=leader_url,
+            on_blocks=lambda request_id: self.seams.at("reserve", request_id, lambda: None, fail=_no_memory),
         )
         self._scheduler = Scheduler(
             self._blocks,
@@ -266,3 +267,7 @@ class DecodeWorker:
         if self.landings.num_held != self._pump_hint:
             self._pump_hint = self.landings.num_held
             self._send(PumpHint(open_landings=self._pump_hint))
+
+
+def _no_memory(reason: str) -> None:
+    raise MemoryError(reason)

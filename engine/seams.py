@@ -1,5 +1,6 @@
 """Seams: named moments of a request's life where a test may hold it, or strike its worker down.
 
+    reserve                           a landing has its blocks, no slot yet              decode (fail only)
     prefill_queued                    accepted, no chunk scheduled                       prefill
     prefill_mid(n)                    n chunks computed, more to come                    prefill
     kv_mid(n)                         n-1 pushes ordered, the n-th held back             prefill
@@ -24,6 +25,7 @@ import msgspec
 from engine.plan import StepPlan
 
 Point = Literal[
+    "reserve",
     "prefill_queued",
     "prefill_mid",
     "kv_mid",
@@ -40,8 +42,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     request: part of the request id, "" is any.   n: which time, 0 is any.
     hold: wait for /seams/release.   kill, stop: SIGKILL or SIGSTOP to leader or rank 0.   fail: this request fails; at
-    kv_mid and kv_done_unnotified the transfer's call raises.   exhaust: memory fails at operation `at` of the next
-    step.
+    reserve for want of memory, at kv_mid and kv_done_unnotified because the transfer's call raises.   exhaust: memory
+    fails at operation `at` of the next step.
     """
 
     point: Point

@@ -1,6 +1,7 @@
 """Handed cases on memory and books: PD-06 (no prefix hits), SM-01, SM-04 on a pair in one thread, SM-05 on a cluster.
 
-What SM-01 asks of captured graphs has no counterpart on the CPU.
+What SM-01 asks of captured graphs has no counterpart on the CPU. Nobody is ever preempted as SM-04 has it: a request is
+admitted with the promise of all blocks that it can come to need, so one that runs never lacks one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 
@@ -41,6 +43,7 @@ def _module(file, name):
 
 pair_module = _module("pair.py", "cluster_pair")
 faults = _module("faults.py", "faults")
+hand = _module("hand.py", "hand")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -277,12 +280,13 @@ def test_sm_04_requests_that_leave_while_they_wait_leave_nothing(colocated):
         assert_right(pair, running, colocated, {})
 
 
-def test_sm_04_allocation_that_fails_is_a_refusal_and_holds_nothing(colocated, monkeypatch):
+@pytest.mark.parametrize("error", [NoCapacity("as the test says"), MemoryError()], ids=["no_slot", "no_memory"])
+def test_sm_04_allocation_that_fails_is_a_refusal_and_holds_nothing(colocated, monkeypatch, error):
     pair = make_pair()
     slots = pair.decode.worker._slots
 
     def fail():
-        raise NoCapacity("as the test says")
+        raise error
 
     monkeypatch.setattr(slots, "take", fail)
     with pytest.raises(NoCapacity):
@@ -294,7 +298,7 @@ def test_sm_04_allocation_that_fails_is_a_refusal_and_holds_nothing(colocated, m
     assert_right(pair, again, colocated, {})
 
 
-# ---------------------------------------------------------------- SM-05
+# ---------------------------------------------------------------- with real processes; SM-05
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +394,71 @@ def test_sm_01_request_for_which_a_rank_has_no_memory_fails_alone(site, stream):
     asyncio.run(run())
     site.await_idle()
     assert site.workers()["decode-0"]["leader_pid"] == decode["leader_pid"]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+def test_sm_04_reservation_that_fails_for_want_of_memory_only_delays_its_request(site, stream):
+    decode = site.workers()["decode-0"]
+    name = f"unreserved-{stream}"
+    for attempt in (1, 2):
+        fault = {"point": "reserve", "request": f"{name}-{attempt}", "action": "fail"}
+        httpx.post(f"{decode['url']}/seams", json=fault).raise_for_status()
+
+    async def run():
+        async with httpx.AsyncClient(base_url=site.url, timeout=60) as client:
+            answer = await faults.ask(client, faults.golden_ask(300, 10).body(stream=stream), name=name)
+            assert faults.judge(answer, faults.GOLDEN["gen_300"].tolist(), struck_at=0.0) == "complete"
+
+    asyncio.run(run())
+    assert len([what for what in httpx.get(f"{decode['url']}/seams").json() if name in what]) == 2
+    site.await_idle()
+
+
+@pytest.mark.long
+def test_sm_04_memory_is_flat_after_twenty_rounds_of_aborts_while_blocks_are_short(
+    tmp_path, oracle_model, free_ports, record_property
+):
+    """Twelve requests that need five of twenty blocks each: four run, the others wait, all leave at once."""
+    roles = hand.Hand(tmp_path, oracle_model, free_ports)
+    wanted = faults.golden_ask(129, 500)
+
+    async def one_round(site, number):
+        async with httpx.AsyncClient(base_url=roles.url, timeout=60) as client:
+            asked = [
+                asyncio.create_task(faults.ask(client, wanted.body(stream=n % 2 == 0), name=f"round-{number}-{n}"))
+                for n in range(12)
+            ]
+            while site.gauges()["decode-0"]["free_blocks"] > 4 or site.gauges()["router"]["num_queued"] < 4:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.01 * (number % 7))
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.to_thread(site.await_idle)
+
+    def resident():
+        processes = [psutil.Process(process.pid) for process in roles.processes.values()]
+        family = [p for process in processes for p in (process, *process.children())]
+        return {p.pid: p.memory_info().rss for p in family}
+
+    try:
+        for name in roles.ports:
+            roles.begin(name, *(["--num-blocks=20"] if name == "decode-0" else []))
+        roles.await_true(roles.all_pairs_ready, timeout_s=90)
+        site = faults.Site(roles)
+        for number in range(2):
+            asyncio.run(one_round(site, number))
+        before = resident()
+        for number in range(20):
+            asyncio.run(one_round(site, number))
+        growth = {pid: (size - before[pid]) / 1e6 for pid, size in resident().items()}
+        record_property("growth_mb", growth)
+        print(f"resident memory grew by {growth} MB")
+        assert max(growth.values()) < 20 and len(growth) == 5
+        answer = httpx.post(f"{roles.url}/v1/completions", json=faults.golden_ask(300, 10).body(), timeout=30).json()
+        assert answer["choices"][0]["token_ids"] == faults.GOLDEN["gen_300"].tolist()
+    finally:
+        roles.close()
 
 
 def test_sm_05_gauges_are_at_baseline_after_all_have_left_at_once(site):
