@@ -9,7 +9,7 @@
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries
     cache_write       scatter into window rings and blocks
-    cache_write_decode  all that a decode step stores in a layer, and its queries, in one launch; row_store: rows in kernels
+    cache_write_decode  the same for a decode step, norm, rope and compression included, in one launch
     sparse_attention  shared-KV attention over window and selected entries, with sink
     moe               routing and experts
     sampling          penalties, truncation, noise keyed by (seed, position)
