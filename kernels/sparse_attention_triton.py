@@ -24,7 +24,6 @@ _TAIL = tl.constexpr(ROPE_CHANNELS)
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 # Weights are kept times 2^10: those of f16 end at 2^-24, too close below a maximum of 1.
 _RAISE = tl.constexpr(10.0)
-_AT_ONCE = tl.constexpr(8)  # splits whose loads are in flight together
 
 
 @triton.jit
@@ -37,15 +36,20 @@ def _finish(x, cos, sin, N: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _combine(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, token, h, splits,
-    H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of heads h [N] of a token from its splits, summed in order. SPLITS: at least `splits`."""
+    """Write out and lse of heads h [N] of a token from its splits, summed in order. SPLITS: at least `splits`.
+
+    CHUNK: splits whose loads are in flight together.
+    """
     is_head = h < H
     c = tl.arange(0, D)
     s = tl.arange(0, SPLITS)
     base = token.to(tl.int64) * splits * H + h
-    used = (s < splits)[:, None] & is_head[None, :]
-    sizes = tl.load(part_lse_ptr + base[None, :] + s[:, None] * H, mask=used, other=-float("inf"), cache_modifier=".cg")
+    exists = (s < splits)[:, None] & is_head[None, :]
+    sizes = tl.load(
+        part_lse_ptr + base[None, :] + s[:, None] * H, mask=exists, other=-float("inf"), cache_modifier=".cg"
+    )
     top = tl.max(sizes, 0)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * _LOG2E
@@ -55,18 +59,15 @@ def _combine(
     if sink_ptr is not None:
         total = tl.exp2(sink - shift)
     x = tl.zeros((N, D), tl.float32)
-    for first in range(0, splits, _AT_ONCE):
-        for ahead in tl.static_range(_AT_ONCE):
+    for first in range(0, splits, CHUNK):
+        for ahead in tl.static_range(CHUNK):
             split = first + ahead
+            used = tl.where(split < splits, h, H) < H
             at = base + split * H
-            size = tl.load(
-                part_lse_ptr + at, mask=tl.where(split < splits, h, H) < H, other=-float("inf"), cache_modifier=".cg"
-            )
-            is_full = size != -float("inf")  # true for NaN, which must come through
-            part = tl.load(
-                part_ptr + at[:, None] * D + c[None, :], mask=is_full[:, None], other=0.0, cache_modifier=".cg"
-            )
-            weight = tl.where(is_full, tl.exp2(size - shift), 0.0)
+            size = tl.load(part_lse_ptr + at, mask=used, other=-float("inf"), cache_modifier=".cg")
+            # A split without keys has written zeros: there is no need to wait for its size.
+            part = tl.load(part_ptr + at[:, None] * D + c[None, :], mask=used[:, None], other=0.0, cache_modifier=".cg")
+            weight = tl.exp2(size - shift)
             x += part.to(tl.float32) * weight[:, None]
             total += weight
     x = tl.where((total == 0.0)[:, None], 0.0, x / total[:, None])
@@ -95,7 +96,7 @@ def combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _combine(
         out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, tl.program_id(0), h, splits,
-        H, D, BLOCK_H, SPLITS,
+        H, D, BLOCK_H, SPLITS, 32,
     )  # fmt: skip
 
 
@@ -191,15 +192,15 @@ def attention_kernel(
         KEYS: tl.constexpr = 0 if SWAP else 1
         HEADS: tl.constexpr = 1 - KEYS
         if SWAP:
-            s = tl.dot(k_body, q_body, input_precision=PRECISION)
-            s = tl.dot(k_tail, q_tail, s, input_precision=PRECISION)
+            s = tl.dot(k_tail, q_tail, input_precision=PRECISION)
+            s += tl.dot(k_body, q_body, input_precision=PRECISION)
         else:
             s = tl.dot(q_tail, tl.trans(k_tail), input_precision=PRECISION)
             if SPREAD:
                 k_groups = tl.permute(tl.reshape(k_body, (BLOCK_N, GROUPS, 64)), (1, 2, 0))
                 s += tl.sum(tl.dot(q_groups, k_groups, input_precision=PRECISION), 0)
             else:
-                s = tl.dot(q_body, tl.trans(k_body), s, input_precision=PRECISION)
+                s += tl.dot(q_body, tl.trans(k_body), input_precision=PRECISION)
         if FORMAT != PACKED:
             s += tl.expand_dims(now, HEADS)
         s *= scale_log2e
@@ -207,16 +208,17 @@ def attention_kernel(
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: exp2(-inf - shift) must be 0, not NaN
         fade = tl.exp2(top - shift)
         p = tl.exp2(s - tl.expand_dims(shift - _RAISE, KEYS))
-        total = total * fade + tl.sum(p, KEYS)
         top = higher
-        p = p.to(k_body.dtype)
+        before = total * fade
         fade = tl.expand_dims(fade, KEYS)
+        weight = p.to(k_body.dtype)
         if SWAP:
-            o_body = tl.dot(tl.trans(k_body), p, o_body * fade, input_precision=PRECISION)
-            o_tail = tl.dot(tl.trans(k_tail), p, o_tail * fade, input_precision=PRECISION)
+            o_body = tl.dot(tl.trans(k_body), weight, o_body * fade, input_precision=PRECISION)
+            o_tail = tl.dot(tl.trans(k_tail), weight, o_tail * fade, input_precision=PRECISION)
         else:
-            o_body = tl.dot(p, k_body, o_body * fade, input_precision=PRECISION)
-            o_tail = tl.dot(p, k_tail, o_tail * fade, input_precision=PRECISION)
+            o_body = tl.dot(weight, k_body, o_body * fade, input_precision=PRECISION)
+            o_tail = tl.dot(weight, k_tail, o_tail * fade, input_precision=PRECISION)
+        total = before + tl.sum(p, KEYS)  # after the products: it takes barriers
     if SWAP:
         o_body, o_tail = tl.trans(o_body), tl.trans(o_tail)
 
@@ -258,5 +260,5 @@ def attention_kernel(
                 tl.store(counter, 0)  # for the next launch
                 _combine(
                     out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, token, h, splits,
-                    H, D, BLOCK_H, SPLITS,
+                    H, D, BLOCK_H, SPLITS, 4,
                 )  # fmt: skip
