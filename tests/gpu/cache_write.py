@@ -1,6 +1,6 @@
 """cache_write at the model's sizes, compiled, against its torch reference on the same device.
 
-    python -m tests.gpu.cache_write [--device cuda]     from the repository's root; exit code 1 if a case fails
+    PYTHONPATH=. python tests/gpu/cache_write.py        from the repository's root; exit code 1 if a case fails
 
 Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 """

@@ -1,6 +1,6 @@
 """The oracle `geo` (head geometry of V4-Flash) with packed rows: every teacher-forced step against golden.
 
-    python -m tests.gpu.geo --device cuda            from the repository's root; --device cpu runs the references
+    PYTHONPATH=. python tests/gpu/geo.py --device cuda      from the repository's root; --device cpu: the references
 
 Each prompt is prefilled but for its last token. Then all prompts decode in one batch, one token each: the last token of
 the prompt and golden's own choices, so all 24 rows of golden logits come from decode steps. On cuda (or under

@@ -11,8 +11,8 @@ import torch
 from kernels.cache_write_decode import Pooling, cache_write, cache_write_reference, commit_window, staging_rows
 from kernels.norm_rope import rotation_at
 from kernels.ragged import DecodeBatch
+from kernels.row_store import scale_row_bytes, value_bytes
 from kernels.rows import Rows
-from kv_transfer.layout import row_bytes
 
 EPS = 1e-6
 WINDOW = 128
@@ -20,7 +20,7 @@ WINDOW = 128
 
 def make_rows(fmt, width, *, units, rows, device="cpu", fill=0xFF):
     """Return Rows over a pool of their own, full of NaN bytes."""
-    values, scales = row_bytes(fmt, width)
+    values, scales = value_bytes(fmt, width), scale_row_bytes(fmt, width)
     pool = torch.full((units, -(-rows * (values + scales) // 16) * 16), fill, dtype=torch.uint8, device=device)
     return Rows.view(pool, fmt, width=width, rows=rows, offset=0, value_bytes=values, scale_bytes=scales)
 

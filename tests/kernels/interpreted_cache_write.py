@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels.cache_write_decode import cache_write, cache_write_reference
-from kernels.row_store import store_rows
+from kernels.row_store import scale_row_bytes, store_rows, value_bytes
+from kv_transfer.layout import row_bytes
 
 
 def _cases():
@@ -120,6 +121,11 @@ def test_stored_bytes_are_those_of_the_reference(fmt, width):
     wanted.write((place // 5).long(), (place % 5).long(), x)
     store_rows(got, place // 5, place % 5, x)
     assert torch.equal(cases.raw(got), cases.raw(wanted))
+
+
+@pytest.mark.parametrize(("fmt", "width"), FORMATS)
+def test_rows_are_as_large_as_the_layout_says(fmt, width):
+    assert (value_bytes(fmt, width), scale_row_bytes(fmt, width)) == row_bytes(fmt, width)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
