@@ -189,7 +189,8 @@ def sparse_attention_decode(
     if not cut.final:
         parts = torch.empty((tokens, cut.splits, heads, dim), dtype=out_dtype, device=q.device)
         sizes = torch.empty((tokens, cut.splits, heads), dtype=torch.float32, device=q.device)
-        counters = _counters(q.device, tokens * -(-heads // tile.constants["BLOCK_H"]))
+        if tile.constants["FUSED"]:
+            counters = _counters(q.device, tokens * -(-heads // tile.constants["BLOCK_H"]))
     pdl = HAS_PDL(q.device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     turn = None if rotation is None else torch.view_as_real(rotation)
@@ -223,6 +224,8 @@ def row_bytes(fmt: str, width: int) -> int:
 
 @functools.cache
 def _counter_pool(device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("first call of sparse_attention_decode inside a graph capture: call it once before")
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -312,7 +315,8 @@ def _variants_of(arch: str, fmt: str, dim: int, heads: int, tokens: int, kind: s
     absent += [] if new else ["new_ptr", "new_scale_ptr"]
     absent += [] if kind != "window" else ["pool_ptr", "pool_scale_ptr"]
     absent += [] if kind == "selected" else ["selected_ptr"]
-    absent += ["part_ptr", "part_lse_ptr", "counter_ptr"] if cut.final else []
+    absent += ["part_ptr", "part_lse_ptr"] if cut.final else []
+    absent += [] if cut.constants["FUSED"] else ["counter_ptr"]
     constants: dict[str, Any] = dict.fromkeys(absent) | {
         "H": heads, "D": dim, "WINDOW": window, "RATIO": {"selected": 4, "visible": 128, "window": 0}[kind],
         "ROWS": {"selected": 64, "visible": 2, "window": 1}[kind], "FORMAT": FORMATS[fmt], "GROUPS": groups_of(dim),

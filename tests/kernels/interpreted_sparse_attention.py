@@ -44,11 +44,16 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(module.torch, "empty", empty)
 
 
-@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: "-".join(d))
 @pytest.mark.parametrize("kind", ["selected", "visible", "window"])
 @pytest.mark.parametrize("fmt", ["packed", "bf16", "fp32"])
-def test_every_format_and_kind_of_layer_equals_the_reference(fmt, kind, design):
-    assert make_case(SPANS, fmt=fmt, kind=kind, padding=1).fault(tile=make_tile(**design)) == ""
+def test_every_format_and_kind_of_layer_equals_the_reference(fmt, kind):
+    assert make_case(SPANS, fmt=fmt, kind=kind, padding=1).fault(tile=make_tile()) == ""
+
+
+@pytest.mark.parametrize("design", DESIGNS[1:], ids=lambda d: "-".join(d))
+@pytest.mark.parametrize("fmt", ["packed", "fp32"])
+def test_every_design_equals_the_reference(fmt, design):
+    assert make_case(SPANS, fmt=fmt, padding=1).fault(tile=make_tile(**design)) == ""
 
 
 @pytest.mark.parametrize(("heads", "block_h"), [(1, 16), (16, 16), (20, 16), (33, 32), (128, 32)])
@@ -177,7 +182,7 @@ def test_bytes_that_no_token_names_change_nothing(design):
     """The padding byte behind the scales too: writers put 0 there, but nothing depends on it."""
     results = []
     for byte in (0xFF, 0x00, 0x7E):
-        case = make_case(SPANS, padding=1, byte=byte)
+        case = make_case(SPANS[1:3], padding=1, byte=byte)
         for rows in (case.window, case.rest["compressed"]):
             rows.scales[..., 1:] = byte
         results.append(case.run(tile=make_tile(**design))[0])
