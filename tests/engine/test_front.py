@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -102,3 +103,21 @@ def test_router_that_has_come_back_in_time_is_not_lost() -> None:
         await leave(again)
 
     asyncio.run(run())
+
+
+def test_heartbeat_tells_the_gauges_of_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any step: a request that was aborted must not go on weighing on its worker."""
+    monkeypatch.setattr("engine.front.HEARTBEAT_S", 0.01)
+
+    async def run() -> None:
+        front = make_front()
+        front.on_outputs([], protocol.WorkerStats(num_running=3))
+        await asyncio.sleep(0)
+        assert front.info().stats.num_running == 3
+        front.set_state("ready")
+        beating = asyncio.create_task(front.heartbeat())
+        while front.info().stats.num_running:
+            await asyncio.sleep(0.001)
+        beating.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 5))

@@ -329,7 +329,9 @@ class FakeDecode(FakeWorker):
 
     def stats(self) -> protocol.WorkerStats:
         free = self.capacity - self.num_held
-        return protocol.WorkerStats(num_running=len(self.running), free_slots=free, free_blocks=free)
+        return protocol.WorkerStats(
+            num_running=len(self.running), free_slots=free, free_blocks=free, open_landings=len(self.landings)
+        )
 
     async def reserve(self, request: protocol.ReserveRequest) -> protocol.Message:
         if not is_warm_up(request):

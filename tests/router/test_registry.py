@@ -135,6 +135,20 @@ def test_a_worker_of_the_wrong_role_or_protocol_is_refused(make_cluster):
             assert text in worker["reason"]
 
 
+def test_a_worker_that_waits_for_a_cache_is_ready_and_chosen(make_cluster):
+    with make_cluster() as cluster:
+        cluster.call(lambda: setattr(cluster, "transfers_work", False))
+        with cluster.http.stream("POST", "/v1/completions", json=BODY | {"stream": True}, timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)  # the token of prefill
+            cluster.wait(lambda: cluster.router.registry.decodes[0].stats.open_landings)
+            cluster.call(lambda: setattr(cluster, "transfers_work", True))
+            assert cluster.http.get("/ready").status_code == 200
+            assert works(cluster)
+            lines.close()
+        cluster.assert_clean()
+
+
 def test_a_draining_worker_gets_nothing_new(make_cluster):
     with make_cluster(num_decodes=2) as cluster:
         cluster.wait(lambda: len(cluster.router.registry.ready_pairs()) == 2)
