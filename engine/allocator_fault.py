@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_TEXTS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation has failed: a device's, the interpreter's, or torch's on the CPU (a bare
-    RuntimeError, told by its text)."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Return whether an allocation has failed.
+
+    Torch's on the CPU, cuBLAS's and the driver's are bare RuntimeErrors, told by their text.
+    """
+    told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 class AllocatorFault(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -45,6 +45,10 @@ pair_module = _module("pair.py", "cluster_pair")
 faults = _module("faults.py", "faults")
 hand = _module("hand.py", "hand")
 
+STREAMING = pytest.mark.parametrize(
+    "stream", [True, pytest.param(False, marks=pytest.mark.long)], ids=["streaming", "whole"]
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
@@ -355,7 +359,7 @@ async def leave_after(client, fields, *, num_tokens):
                 return
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+@STREAMING
 def test_sm_01_memory_that_fails_in_a_rank_delays_its_newest_request(site, stream):
     """Three requests decode at once; each gets what it gets alone, and no process has ended."""
     decode, pids = site.workers()["decode-0"], [site.pids(role) for role in ("prefill", "decode")]
@@ -377,7 +381,7 @@ def test_sm_01_memory_that_fails_in_a_rank_delays_its_newest_request(site, strea
     assert [site.pids(role) for role in ("prefill", "decode")] == pids
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+@STREAMING
 def test_sm_01_request_for_which_a_rank_has_no_memory_fails_alone(site, stream):
     decode = site.workers()["decode-0"]
     fault = {"point": "decode_step", "request": f"alone-{stream}", "n": 5, "action": "exhaust", "at": 700}
@@ -396,7 +400,7 @@ def test_sm_01_request_for_which_a_rank_has_no_memory_fails_alone(site, stream):
     assert site.workers()["decode-0"]["leader_pid"] == decode["leader_pid"]
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+@STREAMING
 def test_sm_04_reservation_that_fails_for_want_of_memory_only_delays_its_request(site, stream):
     decode = site.workers()["decode-0"]
     name = f"unreserved-{stream}"

@@ -151,6 +151,7 @@ def test_pd02_client_that_leaves_at_any_moment_leaves_nothing_behind(site: Any, 
     async def run() -> None:
         pids = [worker["leader_pid"] for worker in site.workers().values()]
         async with client_of(site) as client:
+            before = await faults.ask(client, body(PROMPT, 16))
             for number in range(repeat):
                 neighbour = asyncio.create_task(faults.ask(client, body(SHORT, 150, stream=True), name="neighbour"))
                 for index, moment in enumerate(MOMENTS):
@@ -159,6 +160,8 @@ def test_pd02_client_that_leaves_at_any_moment_leaves_nothing_behind(site: Any, 
                 site.await_idle(timeout_s=5)
             canary = await faults.ask(client, body(PROMPT, 16))
             assert faults.judge(canary, known[PROMPT, 16, None], struck_at=0.0) == "complete"
+            # as fast as before; a busy machine is no fault
+            assert canary.ended_at - canary.asked_at < 3 * (before.ended_at - before.asked_at) + 1
         assert [worker["leader_pid"] for worker in site.workers().values()] == pids
 
     asyncio.run(run())

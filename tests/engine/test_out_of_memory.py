@@ -143,7 +143,14 @@ def test_other_errors_end_the_rank(bench, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "is_it"),
-    [(torch.OutOfMemoryError("x"), True), (MemoryError(), True), (RuntimeError("shapes"), False), (OSError(), False)],
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("out of resource: shared memory, Required: 200000"), False),
+        (OSError("out of memory"), False),
+    ],
     ids=repr,
 )
 def test_want_of_memory_is_told_from_other_errors(error, is_it):
