@@ -4,9 +4,10 @@ A tile of keys is BLOCK_N rows that may lie anywhere: in a slot's ring, among th
 packed, bf16 or fp32 format is read in two parts, the body of D - 64 channels and the tail of 64 (rope) channels. The
 body is padded to GROUPS x 64 channels, GROUPS a power of two that leaves at least one group free.
 
-Packed rows become f16: code and scale are exact there and the product is, down to 2^-24. What f16 can't hold (a scale
-above 2^7, a rope value above 65,504) comes out as NaN, and so does a NaN code or scale byte: a key that was never
-written, or is too large, must not pass for one that scored low.
+Packed rows become f16: codes are exact there, scales from 2^-24 to 2^7 too, and so is the product but for what is lost
+below 2^-24. Smaller scales, which no writer gives (its floor is 2^-22), count as 0. What f16 can't hold (a scale above
+2^7, a rope value above 65,504) comes out as NaN, and so does a NaN code or scale byte: a key that was never written, or
+is too large, must not pass for one that scored low.
 
 The free group carries the key's verdict into the scores: it is 0 for a key, -inf for an empty place and NaN for a
 wrong one; q holds ones there. So a score needs no mask. Float formats have their verdict added to the score instead.
