@@ -33,7 +33,7 @@ WORKER_FLAGS = (
 
 
 class Link:
-    """Carries a port of this machine to another one, as long as it is whole.
+    """Carries a port of this machine to another one, as long as it is whole. When the other one refuses, so does it.
 
     requests: the method and path of every HTTP request that went through.
     """
@@ -45,6 +45,7 @@ class Link:
         self._passes = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
+        self._is_whole = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
         self._thread.start()
         self.mend()
@@ -55,6 +56,7 @@ class Link:
 
     def refuse(self) -> None:
         """Reset every connection and take none any more."""
+        self._is_whole = False
         self._run(self._refuse())
 
     def mute(self) -> None:
@@ -63,9 +65,11 @@ class Link:
 
     def mend(self) -> None:
         """Carry everything again; what came while it was mute is late, not lost."""
+        self._is_whole = True
         self._run(self._mend())
 
     def close(self) -> None:
+        self._is_whole = False
         self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -89,6 +93,18 @@ class Link:
             self._server = None
         await self._cut()
 
+    async def _follow(self) -> None:
+        """Refuse until the target listens again."""
+        if self._server is None:
+            return
+        await self._refuse()
+        while self._is_whole:
+            await asyncio.sleep(0.05)
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", self._target)
+                writer.transport.abort()
+                return await self._mend()
+
     async def _end(self) -> None:
         await self._refuse()
         self._passes.set()
@@ -101,6 +117,7 @@ class Link:
             to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.transport.abort()
+            await self._follow()
             return
         ends = {writer, to_writer}
         self._writers |= ends
