@@ -238,7 +238,9 @@ def test_pd_01_late_write_never_lands_in_blocks_of_another(variant, colocated):
 @pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.__name__)
 def test_pd_01_fifty_times_with_random_delays(variant, colocated):
+    begun = time.process_time()
     late_writes(variant, 50, colocated, seed=1)
+    assert time.process_time() - begun < 60
 
 
 class Delayed:
