@@ -95,18 +95,45 @@ def pointer_of(fmt: str) -> tuple[str, str]:
 
 
 @triton.jit
+def pick(
+    n, end, token, selected_ptr, width, WINDOW: tl.constexpr, POOL: tl.constexpr, SELECTED: tl.constexpr
+):  # fmt: skip
+    """Return the entries that keys n [N] of a token are, -1 for those of the window, for none, and beyond `end`."""
+    in_pool = (n >= WINDOW) & (n < end)
+    if not POOL:
+        entry = tl.where(n < 0, n, -1)
+    elif SELECTED:
+        entry = tl.load(selected_ptr + token.to(tl.int64) * width + (n - WINDOW), mask=in_pool, other=-1)
+    else:
+        entry = tl.where(in_pool, n - WINDOW, -1)
+    return entry
+
+
+@triton.jit
+def look_up(
+    entry, sequence, position, table_ptr, table_width, RATIO: tl.constexpr, ROWS: tl.constexpr, POOL: tl.constexpr
+):  # fmt: skip
+    """Return the blocks of entries [N], -1 where there is none or the entry is not visible yet."""
+    block = entry
+    if POOL:
+        column = entry // ROWS
+        sound = (entry >= 0) & (entry < (position + 1) // RATIO) & (column < table_width)
+        block = tl.load(table_ptr + sequence.to(tl.int64) * table_width + column, mask=sound, other=-1)
+    return block
+
+
+@triton.jit
 def locate(
-    n, end, place, ring, new, pool, selected_ptr, table_ptr, width, table_width, num_blocks, num_slots,
-    WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
-    SELECTED: tl.constexpr, NEW: tl.constexpr, POOL: tl.constexpr, PIECE: tl.constexpr,
+    n, end, entry, block, place, ring, new, pool, num_blocks, num_slots,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, POOL: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Return where keys n [N] lie: row pointers, scale pointers, is_key, wrong; those beyond `end` are no keys.
 
-    place: (token, sequence, position, first position and first token of the step, slot) of the query.
-    ring, new, pool: as key_rows.   PIECE: values in 16 bytes.   width: entries a token selects.
+    entry, block: of pick and look_up.   place: (position, first position and first token of the step, slot) of the
+    query.   ring, new, pool: as key_rows.   PIECE: values in 16 bytes.
     wrong: a key that can't be read: an entry not visible yet or without a block, a slot that doesn't exist.
     """
-    token, sequence, position, start, first, slot = place
+    position, start, first, slot = place
     values, scales, stride_u, stride_r, stride_su = ring
     near = position - (WINDOW - 1) + n
     is_key = (n < WINDOW) & (n < end) & (near >= 0)
@@ -126,15 +153,8 @@ def locate(
     if POOL:
         values, scales, stride_u, stride_r, stride_su = pool
         in_pool = (n >= WINDOW) & (n < end)
-        if SELECTED:
-            entry = tl.load(selected_ptr + token.to(tl.int64) * width + (n - WINDOW), mask=in_pool, other=-1)
-        else:
-            entry = tl.where(in_pool, n - WINDOW, -1)
         is_entry = entry >= 0
-        column = entry // ROWS
-        sound = is_entry & (entry < (position + 1) // RATIO) & (column < table_width)
-        block = tl.load(table_ptr + sequence.to(tl.int64) * table_width + column, mask=sound, other=-1)
-        sound = sound & (block >= 0) & (block < num_blocks)
+        sound = (block >= 0) & (block < num_blocks)
         row = entry % ROWS
         at = tl.where(in_pool, values + (block.to(tl.int64) * stride_u + row * stride_r) * PIECE, at)
         scale_at = tl.where(in_pool, scales + (block.to(tl.int64) * stride_su + row), scale_at)

@@ -4,7 +4,7 @@
     unrope: the last 64 channels times the conjugate of the token's rotation
 
 One program takes BLOCK_H heads of one token and a share of its keys, BLOCK_N at a time: locate rows (selection -> block
-table -> row), read the next tile while this one is computed, unpack once for all heads, S = Q K^T, online softmax in
+table -> row, each of them read a tile earlier than the next), unpack once for all heads, S = Q K^T, online softmax in
 powers of two, O += P K. Shares ("splits") are combined by the last program of a token to finish (FUSED), or by a second
 kernel that is launched early and waits. With one split there is nothing to combine.
 
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from kernels.norm_rope import rope
 from kernels.ragged import DecodeBatch
@@ -101,7 +102,7 @@ class Plan:
         """The plan's part of the kernel's constants."""
         c = self.tile.constants
         # Few values, so that few kernels are compiled: it is only how many sizes are looked at in one load.
-        splits = 1 if self.final else 32 if self.splits <= 32 else 128
+        splits = 1 if self.final else next((n for n in (4, 32, 128) if self.splits <= n), next_power_of_2(self.splits))
         return {
             "BLOCK_H": c["BLOCK_H"],
             "BLOCK_N": c["BLOCK_N"],

@@ -10,7 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.row_load import BF16, FP32, PACKED, keep, locate, read_rows, to_f16, unpack_body, unpack_tail
+from kernels.row_load import (
+    BF16,
+    FP32,
+    PACKED,
+    keep,
+    locate,
+    look_up,
+    pick,
+    read_rows,
+    to_f16,
+    unpack_body,
+    unpack_tail,
+)
 from kernels.rows import ROPE_CHANNELS
 
 # Never turned into constants or hints, so that one binary serves every batch and pool.
@@ -96,7 +108,7 @@ def combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _combine(
         out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, tl.program_id(0), h, splits,
-        H, D, BLOCK_H, SPLITS, 32,
+        H, D, BLOCK_H, SPLITS, min(SPLITS, 8),
     )  # fmt: skip
 
 
@@ -127,7 +139,7 @@ def attention_kernel(
     position = tl.load(positions_ptr + token)
     known = tl.maximum(sequence, 0)
     start, first = tl.load(starts_ptr + known), tl.load(query_start_ptr + known)
-    place = (token, known, position, start, first, tl.load(slots_ptr + known))
+    place = (position, start, first, tl.load(slots_ptr + known))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -152,9 +164,15 @@ def attention_kernel(
     SELECTED: tl.constexpr = selected_ptr is not None
     PIECE: tl.constexpr = 8 if FORMAT == BF16 else 4
     n = low + tl.arange(0, BLOCK_N)
+    entry = pick(n, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+    if not SINGLE:
+        next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+        third_entry = pick(n + 2 * BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+    block = look_up(entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
+    if not SINGLE:
+        next_block = look_up(next_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
     at, scale_at, is_key, wrong = locate(
-        n, end, place, ring, new, pool, selected_ptr, table_ptr, width, table_width, num_blocks, num_slots,
-        WINDOW, RATIO, ROWS, SELECTED, NEW, POOL, PIECE,
+        n, end, entry, block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, PIECE
     )  # fmt: skip
     body, tail, scales, verdict = read_rows(at, scale_at, is_key, wrong, D, GROUPS, FORMAT)
 
@@ -178,17 +196,21 @@ def attention_kernel(
     if SPREAD:
         q_groups = tl.permute(tl.reshape(q_body, (BLOCK_H, GROUPS, 64)), (1, 0, 2))
     num_tiles = 1 if SINGLE else tl.cdiv(tl.maximum(end - low, 0), BLOCK_N)
-    for i in range(num_tiles):
+    for _ in range(num_tiles):
         k_body = unpack_body(body, scales, verdict, BLOCK_N, D, GROUPS, FORMAT)
         k_tail = unpack_tail(tail, BLOCK_N, FORMAT)
         now = verdict
         if not SINGLE:
-            n = low + (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+            # Entries three tiles ahead, blocks two, rows one: no load waits for another.
+            n += BLOCK_N
             at, scale_at, is_key, wrong = locate(
-                n, end, place, ring, new, pool, selected_ptr, table_ptr, width, table_width, num_blocks, num_slots,
-                WINDOW, RATIO, ROWS, SELECTED, NEW, POOL, PIECE,
+                n, end, next_entry, next_block, place, ring, new, pool, num_blocks, num_slots,
+                WINDOW, ROWS, NEW, POOL, PIECE,
             )  # fmt: skip
             body, tail, scales, verdict = read_rows(at, scale_at, is_key, wrong, D, GROUPS, FORMAT)
+            next_block = look_up(third_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
+            next_entry = third_entry
+            third_entry = pick(n + 2 * BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
         KEYS: tl.constexpr = 0 if SWAP else 1
         HEADS: tl.constexpr = 1 - KEYS
         if SWAP:
@@ -260,5 +282,5 @@ def attention_kernel(
                 tl.store(counter, 0)  # for the next launch
                 _combine(
                     out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, rotation_ptr, token, h, splits,
-                    H, D, BLOCK_H, SPLITS, 4,
+                    H, D, BLOCK_H, SPLITS, min(SPLITS, 4),
                 )  # fmt: skip

@@ -10,9 +10,13 @@ Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.util
+import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -136,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
     args = parser.parse_args()
     from kernels.triton_env import INTERPRETED
 
@@ -144,15 +149,31 @@ def main() -> int:
         interp = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(interp)
         interp.repair()
-    results = [(str(case), fault_of(case, args.device)) for case in cases_of(small=args.small)]
-    results.append(("batch invariance", invariance_fault(args.device, small=args.small)))
+    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
+    jobs.append(("batch invariance", functools.partial(invariance_fault, args.device, small=args.small)))
     if args.device == "cuda":
-        results.append(("graph replay", replay_fault(args.device)))
-    for name, fault in results:
-        print(f"{fault or 'ok':<6} sparse_attention {name}", flush=True)
-    faults = sum(bool(fault) for _, fault in results)
-    print(f"{len(results)} cases, {faults} failed")
+        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
+    faults = 0
+    # Most of the time goes into compiling, one kernel at a time in each process.
+    with _pool(1 if INTERPRETED else args.jobs) as pool:
+        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
+            print(f"{fault or 'ok':<6} sparse_attention {name}", flush=True)
+            faults += bool(fault)
+    print(f"{len(jobs)} cases, {faults} failed")
     return 1 if faults else 0
+
+
+def _run(job: Callable[[], str]) -> str:
+    try:
+        return job()
+    except Exception as error:  # a case that can't run has failed; the others go on
+        return f"{type(error).__name__}: {error}"
+
+
+def _pool(jobs: int) -> concurrent.futures.Executor:
+    if jobs == 1:
+        return concurrent.futures.ThreadPoolExecutor(1)
+    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
 if __name__ == "__main__":
