@@ -35,7 +35,7 @@ from kernels.rows import ROPE_CHANNELS, Rows
 from kernels.sparse_attention import attend_reference
 from kernels.sparse_attention_triton import INTEGERS, attention_kernel, combine_kernel
 from kernels.tiles import Tile, Variant, tile_for
-from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
+from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
 
 OP = "sparse_attention"
 INVARIANT_KEYS = 128  # of a split in batch-invariant mode
@@ -281,7 +281,6 @@ _SHIPPED = [
     *((16, tokens, "window") for tokens in (1, 64)),
     *((64, tokens, "selected") for tokens in (1, 16, 64)),
 ]
-_SHIPPED_SMS = {"sm_120": 188, "sm_90": 132}
 
 
 def variants(arch: str) -> list[Variant]:
@@ -303,7 +302,7 @@ def _variants_of(arch: str, fmt: str, dim: int, heads: int, tokens: int, kind: s
     tile = tile_for(OP, arch, tokens=tokens, heads=heads, row_bytes=row_bytes(fmt, dim))
     cut = plan(
         tile, tokens=tokens, heads=heads, keys=keys, is_dynamic=kind == "visible",
-        multiprocessors=_SHIPPED_SMS[arch], batch_invariant=False,
+        multiprocessors=MULTIPROCESSORS[arch], batch_invariant=False,
     )  # fmt: skip
     values, scales = pointer_of(fmt)
     out = "*fp32" if fmt == "fp32" else "*bf16"

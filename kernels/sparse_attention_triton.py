@@ -77,9 +77,11 @@ def _combine(
             used = tl.where(split < splits, h, H) < H
             at = base + split * H
             size = tl.load(part_lse_ptr + at, mask=used, other=-float("inf"), cache_modifier=".cg")
-            # A split without keys has written zeros: there is no need to wait for its size.
-            part = tl.load(part_ptr + at[:, None] * D + c[None, :], mask=used[:, None], other=0.0, cache_modifier=".cg")
-            weight = tl.exp2(size - shift)
+            is_full = size != -float("inf")  # true for NaN, which must come through
+            part = tl.load(
+                part_ptr + at[:, None] * D + c[None, :], mask=is_full[:, None], other=0.0, cache_modifier=".cg"
+            )
+            weight = tl.where(is_full, tl.exp2(size - shift), 0.0)
             x += part.to(tl.float32) * weight[:, None]
             total += weight
     x = tl.where((total == 0.0)[:, None], 0.0, x / total[:, None])

@@ -90,9 +90,10 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _attention(16, 16, warps=4, resident=1),
         ),
         "sm_90": (
-            _attention(16, 32, warps=8, resident=1, heads=16, tokens=4, row_bytes=512),
-            _attention(16, 64, warps=8, resident=2, heads=16, row_bytes=512),
-            _attention(16, 32, warps=8, resident=1, tokens=4, row_bytes=512),
+            _attention(16, 64, warps=8, resident=1, heads=16, tokens=4, row_bytes=512),
+            _attention(16, 32, warps=4, resident=1, heads=16, tokens=16, row_bytes=512),
+            _attention(16, 32, warps=4, resident=2, heads=16, row_bytes=512),
+            _attention(16, 64, warps=8, resident=1, tokens=4, row_bytes=512),
             _attention(32, 64, warps=8, resident=1, row_bytes=512),
             _attention(16, 16, warps=4, resident=1),
         ),

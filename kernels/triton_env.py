@@ -14,10 +14,11 @@ from torch import Tensor
 
 INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 ARCHES = ("sm_120", "sm_90")
+# Multiprocessors of the cards that kernels are cut for: RTX PRO 6000, H200.
+MULTIPROCESSORS = {"sm_120": 188, "sm_90": 132}
 
 # What the interpreter plays: the card we ship for.
 _INTERPRETED_ARCH = "sm_120"
-_INTERPRETED_SMS = 188
 
 
 def uses_triton(x: Tensor) -> bool:
@@ -38,8 +39,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def sm_count(device: torch.device) -> int:
-    """Return the number of multiprocessors; under the interpreter that of an RTX PRO 6000, 188."""
-    return _multiprocessors(device) if device.type == "cuda" else _INTERPRETED_SMS
+    """Return the number of multiprocessors; under the interpreter that of the card it plays."""
+    return _multiprocessors(device) if device.type == "cuda" else MULTIPROCESSORS[_INTERPRETED_ARCH]
 
 
 def HAS_PDL(device: torch.device) -> bool:
