@@ -94,7 +94,6 @@ def find_free_ports(count: int) -> list[int]:
     while len(found) < count:
         port = random.SystemRandom().randrange(lowest // 2, lowest)
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if port not in found and probe.connect_ex(("127.0.0.1", port)) != 0:
                 found.append(port)
     return found
