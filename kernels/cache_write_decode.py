@@ -9,8 +9,9 @@ A window row may go straight into the ring only with one token a sequence: it ov
 window. With more it goes to `staging` (unit = token), which attention reads, and `commit_window` moves it to the ring
 afterwards. The kernels are in cache_write_triton.py.
 
-A token of sequence -1 is padding: it writes no cache and its queries are 0. An entry whose block the table lacks (-1)
-is dropped: whoever packs the batch has checked the tables.
+A token of sequence -1 is padding: it writes no cache and its queries are 0. The kernels can't raise as the references
+do: a slot that doesn't exist, or an entry whose block the table or the pool lacks, is not stored, and the token's row
+of keys is NaN, so that attention gives NaN for it and for those that see it. Nobody else's rows are touched.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def commit_window(batch: DecodeBatch, staging: Rows, window: Rows) -> None:
     pdl = HAS_PDL(batch.positions.device)
     row_bytes, scale_bytes = value_bytes(window.format, window.width), scale_row_bytes(window.format, window.width)
     commit_window_kernel[(batch.num_tokens,)](
-        batch.positions, batch.sequence, batch.slots, *row_args(staging), *row_args(window), window.rows, row_bytes,
-        scale_bytes, triton.next_power_of_2(row_bytes // 4), pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        batch.positions, batch.sequence, batch.slots, window.num_units, *row_args(staging), *row_args(window),
+        window.rows, row_bytes, scale_bytes, triton.next_power_of_2(row_bytes // 4), pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -155,6 +157,8 @@ def cache_write(
     ratio: 0, 4 or 128; then `main`, with `index` at ratio 4 if the layer has an indexer.   entry_rotation: complex64
     [T, R/2], of position - ratio + 1 (rows of tokens that complete no entry are not used).   tile: instead of the
     table's.
+    With dependent launch the batch, the norms and the rotations are read before the kernel ahead has ended: neither it
+    nor one that lets others begin early may have written them in this step. All other tensors are waited for.
     """
     tokens, dim = kv.shape
     _check(batch, kv, kv_norm, rotation, window, q, q_out, ratio, entry_rotation, main, index, staging)
@@ -175,10 +179,12 @@ def cache_write(
         single=batch.max_query_len == 1, pdl=pdl,
     )  # fmt: skip
     blocks = -(-heads // tile.constants["BLOCK_H"])
-    parts = 1 + (main is not None) + (index is not None) + blocks
+    poolings = [pooling for pooling in (main, index) if pooling is not None]
+    parts = 1 + len(poolings) + blocks
     cache_write_kernel[(parts, tokens)](
         batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots, batch.block_table,
-        batch.block_table.stride(0), eps,
+        batch.block_table.shape[1], min((p.pool.num_units for p in poolings), default=0),
+        min([window.num_units, *(p.state.num_units for p in poolings)]), eps,
         q, 0 if q is None else q.stride(0), q_out, 0 if q_out is None else q_out.stride(0), heads,
         kv, kv.stride(0), kv_norm, torch.view_as_real(rotation), *row_args(window if staging is None else staging),
         *_pooling_args(main), *_pooling_args(index),

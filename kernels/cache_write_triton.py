@@ -4,6 +4,9 @@
 loads, then kv, then groups of query heads. With several tokens a sequence, the compressor's program of the first one
 follows the sequence and the others' end at once. Loads of what no recent kernel writes come before the wait for the
 kernel ahead, and before any reduction, whose barrier they can't overtake.
+
+What has no place (an entry without a block, a slot that doesn't exist) is not stored, wherever a number out of range
+would lead, and the token's row of keys becomes NaN instead: nothing may wait for the host, so attention must notice.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -36,7 +39,7 @@ def _store_entry(
     ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
-    """Norm, turn and store an entry [D] as row entry % ROWS of its block, if it has one."""
+    """Norm, turn and store an entry [D] as row entry % ROWS of its block, unless that is negative."""
     e, o = norm_rope_pairs(pooled, weight, cos, sin, eps, D, GROUP, ROPE)
     if HADAMARD:
         e, o = hadamard_pairs(e, o, GROUP)
@@ -47,8 +50,16 @@ def _store_entry(
 
 
 @triton.jit
+def _block_of(entry, is_wanted, table_row, table_width, num_blocks, ROWS: tl.constexpr):
+    """Return the block of an entry (int64), negative if the table or the pool lacks it, or if it is not wanted."""
+    column = entry // ROWS
+    block = tl.load(table_row + column, mask=is_wanted & (column < table_width), other=-1)
+    return tl.where(block < num_blocks, block, -1).to(tl.int64)
+
+
+@triton.jit
 def _compress_one(
-    token, sequence, position, slots, table_row,
+    token, sequence, position, slots, num_slots, table_row, table_width, num_blocks,
     new, stride, bias, norm, state, state_unit, rotation, eps, values, scales, unit_bytes,
     RATIO: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
@@ -58,35 +69,37 @@ def _compress_one(
     row = new + token.to(tl.int64) * stride
     entry = position // RATIO
     completes = (position + 1) % RATIO == 0
-    state += tl.load(slots + sequence).to(tl.int64) * state_unit
-    unit = tl.load(table_row + entry // ROWS, mask=completes, other=-1).to(tl.int64)
+    slot = tl.load(slots + sequence)
+    state += slot.to(tl.int64) * state_unit
+    unit = _block_of(entry, completes, table_row, table_width, num_blocks, ROWS)
     weight = tl.load(norm + tl.arange(0, D))
     cos, sin = load_rotation(rotation + token * ROPE, D, GROUP, ROPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if RATIO == 4:
-        csa_keep(row, bias, state, position, D)
-        if completes:
-            pooled = csa_pool(row, stride, bias, state, position, position, D, True)
-            _store_entry(
-                pooled, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
-                ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
-            )  # fmt: skip
-    else:
-        top, total, weighted = hca_resume(state, position, D)
-        top, total, weighted = hca_add(row, bias, top, total, weighted, position, D)
-        if completes:
-            _store_entry(
-                weighted / total, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
-                ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
-            )  # fmt: skip
+    if (slot >= 0) & (slot < num_slots):
+        if RATIO == 4:
+            csa_keep(row, bias, state, position, D)
+            if completes:
+                pooled = csa_pool(row, stride, bias, state, position, position, D, True)
+                _store_entry(
+                    pooled, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
+                    ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
+                )  # fmt: skip
         else:
-            hca_keep(state, top, total, weighted, D)
+            top, total, weighted = hca_resume(state, position, D)
+            top, total, weighted = hca_add(row, bias, top, total, weighted, position, D)
+            if completes:
+                _store_entry(
+                    weighted / total, entry, unit, weight, cos, sin, eps, values, scales, unit_bytes,
+                    ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, HADAMARD,
+                )  # fmt: skip
+            else:
+                hca_keep(state, top, total, weighted, D)
 
 
 @triton.jit
 def _compress_several(
-    token, sequence, starts, query_start, slots, table_row,
+    token, sequence, starts, query_start, slots, num_slots, table_row, table_width, num_blocks,
     new, stride, bias, norm, state, state_unit, rotation, eps, values, scales, unit_bytes,
     RATIO: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
@@ -96,11 +109,12 @@ def _compress_several(
     start = tl.load(starts + sequence)
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
-    state += tl.load(slots + sequence).to(tl.int64) * state_unit
+    slot = tl.load(slots + sequence)
+    state += slot.to(tl.int64) * state_unit
     weight = tl.load(norm + tl.arange(0, D))
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if token == first:
+    if (token == first) & (slot >= 0) & (slot < num_slots):
         top, total, weighted = weight, weight, weight
         if RATIO == 128:
             top, total, weighted = hca_resume(state, start, D)
@@ -117,7 +131,7 @@ def _compress_several(
                     weighted = tl.zeros((D,), tl.float32)
                 top, total, weighted = hca_add(row, bias, top, total, weighted, at, D)
             if completes:
-                unit = tl.load(table_row + entry // ROWS).to(tl.int64)
+                unit = _block_of(entry, completes, table_row, table_width, num_blocks, ROWS)
                 cos, sin = load_rotation(rotation + (token + i) * ROPE, D, GROUP, ROPE)
                 pooled = csa_pool(row, stride, bias, state, at, start, D, False) if RATIO == 4 else weighted / total
                 _store_entry(
@@ -156,12 +170,12 @@ def _turn_queries(
 
 
 _UNALIGNED = ("window", "window_scales", "pool", "pool_scales", "keys", "key_scales")
-_UNSPECIALIZED = ("table_stride", "heads")
+_UNSPECIALIZED = ("table_width", "num_blocks", "num_slots", "heads")
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def cache_write_kernel(
-    positions, sequence, starts, query_start, slots, block_table, table_stride, eps,
+    positions, sequence, starts, query_start, slots, block_table, table_width, num_blocks, num_slots, eps,
     q, q_stride, q_out, q_out_stride, heads,
     kv, kv_stride, kv_norm, rotation, window, window_scales, window_unit,
     main, main_stride, main_bias, main_norm, main_state, main_state_unit, pool, pool_scales, pool_unit,
@@ -186,19 +200,20 @@ def cache_write_kernel(
     position = tl.load(positions + token)
     if part < MAIN + INDEX:
         if seq >= 0:
-            table_row = block_table + seq.to(tl.int64) * table_stride
+            table_row = block_table + seq.to(tl.int64) * table_width
             if part < MAIN:
                 if RATIO > 0:
                     if SINGLE:
                         _compress_one(
-                            token, seq, position, slots, table_row,
+                            token, seq, position, slots, num_slots, table_row, table_width, num_blocks,
                             main, main_stride, main_bias, main_norm, main_state, main_state_unit, entry_rotation, eps,
                             pool, pool_scales, pool_unit,
                             RATIO, POOL_ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, False, PDL,
                         )  # fmt: skip
                     else:
                         _compress_several(
-                            token, seq, starts, query_start, slots, table_row,
+                            token, seq, starts, query_start, slots, num_slots, table_row, table_width,
+                            num_blocks,
                             main, main_stride, main_bias, main_norm, main_state, main_state_unit, entry_rotation, eps,
                             pool, pool_scales, pool_unit,
                             RATIO, POOL_ROWS, D, ROPE, FORMAT, GROUP, ROW_BYTES, SCALE_BYTES, False, PDL,
@@ -207,7 +222,7 @@ def cache_write_kernel(
                 if INDEX_D > 0:
                     if SINGLE:
                         _compress_one(
-                            token, seq, position, slots, table_row,
+                            token, seq, position, slots, num_slots, table_row, table_width, num_blocks,
                             index, index_stride, index_bias, index_norm, index_state, index_state_unit, entry_rotation,
                             eps, keys, key_scales, key_unit,
                             RATIO, POOL_ROWS, INDEX_D, ROPE, INDEX_FORMAT, INDEX_GROUP, INDEX_BYTES, INDEX_SCALE_BYTES,
@@ -215,7 +230,8 @@ def cache_write_kernel(
                         )  # fmt: skip
                     else:
                         _compress_several(
-                            token, seq, starts, query_start, slots, table_row,
+                            token, seq, starts, query_start, slots, num_slots, table_row, table_width,
+                            num_blocks,
                             index, index_stride, index_bias, index_norm, index_state, index_state_unit, entry_rotation,
                             eps, keys, key_scales, key_unit,
                             RATIO, POOL_ROWS, INDEX_D, ROPE, INDEX_FORMAT, INDEX_GROUP, INDEX_BYTES, INDEX_SCALE_BYTES,
@@ -227,17 +243,31 @@ def cache_write_kernel(
         if seq >= 0:
             weight = tl.load(kv_norm + tl.arange(0, D))
             cos, sin = load_rotation(rotation + token * ROPE, D, GROUP, ROPE)
+            slot = tl.load(slots + seq)
+            has_slot = (slot >= 0) & (slot < num_slots)
+            is_lost = has_slot == 0
+            if RATIO > 0:
+                table_row = block_table + seq.to(tl.int64) * table_width
+                completes = (position + 1) % RATIO == 0
+                block = _block_of(position // RATIO, completes, table_row, table_width, num_blocks, POOL_ROWS)
+                is_lost = is_lost | (completes & (block < 0))
             unit = token.to(tl.int64)
             row = 0
+            is_stored = seq >= 0
             if not STAGED:
-                unit = tl.load(slots + seq).to(tl.int64)
+                unit = slot.to(tl.int64)
                 row = position % WINDOW
+                is_stored = has_slot
             if PDL:
                 tl.extra.cuda.gdc_wait()
             x = tl.load(kv + token.to(tl.int64) * kv_stride + tl.arange(0, D)).to(tl.float32)
             e, o = norm_rope_pairs(x, weight, cos, sin, eps, D, GROUP, ROPE)
+            e, o = tl.where(is_lost, float("nan"), e), tl.where(is_lost, float("nan"), o)
             base = unit * window_unit
-            store_row(e, o, window + base + row * ROW_BYTES, window_scales + base + row * SCALE_BYTES, FORMAT, D, GROUP)
+            if is_stored:
+                store_row(
+                    e, o, window + base + row * ROW_BYTES, window_scales + base + row * SCALE_BYTES, FORMAT, D, GROUP
+                )
         elif PDL:
             tl.extra.cuda.gdc_wait()
     else:
@@ -249,9 +279,12 @@ def cache_write_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["source", "source_scales", "window", "window_scales"])
+@triton.jit(
+    do_not_specialize=["num_slots"],
+    do_not_specialize_on_alignment=["source", "source_scales", "window", "window_scales"],
+)
 def commit_window_kernel(
-    positions, sequence, slots, source, source_scales, source_unit, window, window_scales, window_unit,
+    positions, sequence, slots, num_slots, source, source_scales, source_unit, window, window_scales, window_unit,
     WINDOW: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token: copy its staging row to the ring."""
@@ -260,9 +293,10 @@ def commit_window_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     seq = tl.load(sequence + token)
-    if seq >= 0:
+    slot = tl.load(slots + tl.maximum(seq, 0))
+    if (seq >= 0) & (slot >= 0) & (slot < num_slots):
         row = tl.load(positions + token) % WINDOW
-        base = tl.load(slots + seq).to(tl.int64) * window_unit
+        base = slot.to(tl.int64) * window_unit
         at = token.to(tl.int64) * source_unit
         word = tl.arange(0, BLOCK)
         inside = word < ROW_BYTES // 4
@@ -296,7 +330,7 @@ def constants_of(
 
 _SIGNATURE = {
     "positions": "*i32", "sequence": "*i32", "starts": "*i32", "query_start": "*i32", "slots": "*i32",
-    "block_table": "*i32", "table_stride": "i32", "eps": "fp32",
+    "block_table": "*i32", "table_width": "i32", "num_blocks": "i32", "num_slots": "i32", "eps": "fp32",
     "q": "*bf16", "q_stride": "i32", "q_out": "*bf16", "q_out_stride": "i32", "heads": "i32",
     "kv": "*bf16", "kv_stride": "i32", "kv_norm": "*fp32", "rotation": "*fp32",
     "window": "*u8", "window_scales": "*u8", "window_unit": "i32",
@@ -352,7 +386,7 @@ def _commit_variant() -> Variant:
         kernel=commit_window_kernel,
         signature={
             **dict.fromkeys(("positions", "sequence", "slots"), "*i32"), **dict.fromkeys(pointers, "*u8"),
-            "source_unit": "i32", "window_unit": "i32",
+            "num_slots": "i32", "source_unit": "i32", "window_unit": "i32",
         },
         constants={
             "WINDOW": 128, "ROW_BYTES": rows, "SCALE_BYTES": scales, "BLOCK": triton.next_power_of_2(rows // 4),
@@ -362,5 +396,5 @@ def _commit_variant() -> Variant:
         num_stages=1,
         tensor_ops=(),
         bytes_per_program=2 * (rows + scales),
-        unaligned=pointers,
+        unaligned=(*pointers, "num_slots"),
     )  # fmt: skip

@@ -223,7 +223,7 @@ def store_rows_kernel(
     unit = tl.load(units + n).to(tl.int64)
     row = tl.load(rows + n)
     if unit >= 0:
-        e, o = pairs_of(tl.load(x + n * D + tl.arange(0, D)).to(tl.float32), D, GROUP)
+        e, o = pairs_of(tl.load(x + n.to(tl.int64) * D + tl.arange(0, D)).to(tl.float32), D, GROUP)
         base = unit * unit_bytes
         store_row(e, o, values + base + row * ROW_BYTES, scales + base + row * SCALE_BYTES, FORMAT, D, GROUP)
 

@@ -107,6 +107,17 @@ def stored_bytes_fault(fmt: str, width: int, device: str) -> str:
     return f"{apart} bytes differ" if apart else ""
 
 
+def lost_faults(device: str, *, dim: int = 512) -> dict[str, str]:
+    """Return, by case, what is wrong where a row or an entry has no place, "" if nothing."""
+    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    return {
+        f"{lost}, ratio {ratio}, {length} tokens": cases.lost_fault(lost, ratio, length, device=device, dim=dim)
+        for lost in cases.LOST
+        for ratio in (4, 128)
+        for length in (1, 2)
+    }
+
+
 STORED = (("packed", 512), ("packed", 128), ("fp8_index", 128), ("fp4_index", 128), ("bf16", 128), ("fp32", 64))
 
 
@@ -134,6 +145,10 @@ def main() -> int:
         fault = stored_bytes_fault(fmt, width, args.device)
         faults += bool(fault)
         print(f"{fault or 'ok':<6} store_rows {fmt} {width}", flush=True)
+    losses = lost_faults(args.device, dim=128 if args.small else 512)
+    for name, fault in losses.items():
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} cache_write without a place: {name}", flush=True)
     found = cases_of(small=args.small)
     for case in found:
         fault = fault_of(case, args.device)
@@ -144,7 +159,7 @@ def main() -> int:
         fault = replay_fault(ratio, index, args.device)
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write replayed, ratio {ratio} {index}", flush=True)
-    print(f"{len(found) + len(STORED) + len(replayed)} cases, {faults} failed")
+    print(f"{len(found) + len(STORED) + len(losses) + len(replayed)} cases, {faults} failed")
     return 1 if faults else 0
 
 

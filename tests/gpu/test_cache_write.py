@@ -32,3 +32,8 @@ def test_stored_bytes_are_those_of_the_reference(fmt, width):
 @pytest.mark.parametrize(("ratio", "index"), [(r, i) for r, i, turned in cases.KINDS if not turned])
 def test_a_captured_launch_follows_its_tensors(ratio, index):
     assert cases.replay_fault(ratio, index, "cuda") == ""
+
+
+def test_what_has_no_place_makes_its_row_nan_and_touches_nothing_else():
+    faults = cases.lost_faults("cuda")
+    assert {name: fault for name, fault in faults.items() if fault} == {}

@@ -270,3 +270,58 @@ def _commit_by_hand(batch, staging, window):
             ):  # fmt: skip
                 if source is not None:
                     target.view(torch.uint8)[slot, row] = source.view(torch.uint8)[token, 0]
+
+
+def _with(batch, name, value):
+    numbers = getattr(batch, name).clone()
+    numbers[0] = value
+    return dataclasses.replace(batch, **{name: numbers})
+
+
+LOST = {
+    "an entry without a block": lambda batch: _with(batch, "block_table", -1),
+    "a block that the pool lacks": lambda batch: _with(batch, "block_table", 1000),
+    # in memory the neighbour's block comes next
+    "a table too short": lambda batch: dataclasses.replace(batch, block_table=batch.block_table[:, :1].contiguous()),
+    "no slot": lambda batch: _with(batch, "slots", -1),
+    "a slot that the pool lacks": lambda batch: _with(batch, "slots", 1000),
+}
+
+
+def lost_fault(lost, ratio, length, *, device="cpu", dim=128):
+    """Take away the place of what the first of two sequences stores; return what is wrong then, "" if nothing.
+
+    Its last token completes an entry. Its row of keys must be NaN, its entry nowhere, all other bytes as with a place.
+    """
+    batch = decode_batch([(256 - length, length), (100 - length, length)], block_tokens=128, padding=1, device=device)
+    broken = LOST[lost](batch)
+    layer = make_layer(batch, ratio=ratio, index="fp8_index" if ratio == 4 else "", dim=dim)
+    for views, used in ((layer.mine, broken), (layer.reference, batch)):
+        views["staging"] = staging_rows(used.num_tokens, views["window"]) if length > 1 else None
+        cache_write(used, **layer.given, **views)
+        if length > 1:
+            commit_window(used, views["staging"], views["window"])
+    slot, block = int(batch.slots[0]), int(batch.block_table[0, 1])
+    found = [("window", _beside(slot, layer.mine["window"], layer.reference["window"]))]
+    for name in ("main", "index")[: 2 if ratio == 4 else 1]:
+        got, wanted = layer.mine[name], layer.reference[name]
+        found.append((name, _beside(block, got.pool, wanted.pool)))
+        found.append((f"{name} state", _beside(slot, got.state, wanted.state)))
+        found.append((f"{name} entry", "" if bool((_unit(got.pool, block) == 0xFF).all()) else "was written"))
+    last = [(views["window"], slot, 127) for views in (layer.mine, layer.reference)]
+    last += [(views["staging"], length - 1, 0) for views in (layer.mine, layer.reference) if length > 1]
+    for at, (rows, unit, row) in enumerate(last):
+        read = rows.read(*torch.tensor([[unit], [row]], device=device))
+        is_right = bool(read.isfinite().all() if at % 2 else read.isnan().all())
+        found.append((f"row of keys {at}", "" if is_right else f"{int(read.isnan().sum())} channels are NaN"))
+    return _join(found)
+
+
+def _unit(rows, unit):
+    parts = (rows.values, rows.rope, rows.scales)
+    return raw(Rows(rows.format, rows.width, *(None if t is None else t[unit : unit + 1] for t in parts)))
+
+
+def _beside(unit, got, wanted):
+    others = [u for u in range(wanted.num_units) if u != unit and not torch.equal(_unit(got, u), _unit(wanted, u))]
+    return f"units {others} differ" if others else ""

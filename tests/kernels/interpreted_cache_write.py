@@ -58,13 +58,11 @@ def test_several_tokens_a_sequence_equal_the_reference(ratio):
     assert cases.check(cases.make_layer(batch, ratio=ratio, index="fp8_index" if ratio == 4 else "")) == ""
 
 
-@pytest.mark.parametrize(("ratio", "position"), [(4, 3), (128, 127)])
-def test_an_entry_without_a_block_is_dropped(ratio, position):
-    batch = cases.decode_batch([(position, 1)], block_tokens=128)
-    batch.block_table.fill_(-1)
-    layer = cases.make_layer(batch, ratio=ratio)
-    cache_write(batch, **layer.given, **layer.mine)
-    assert (cases.raw(layer.mine["main"].pool) == 0xFF).all()
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("lost", cases.LOST)
+def test_what_has_no_place_makes_its_row_nan_and_touches_nothing_else(lost, ratio, length):
+    assert cases.lost_fault(lost, ratio, length) == ""
 
 
 def test_a_step_of_padding_alone_writes_nothing_but_zero_queries():
