@@ -56,10 +56,10 @@ def key_rows(rows: Rows) -> tuple[Tensor, Tensor, int, int, int]:
     values count pieces of 16 bytes, so that the compiler sees how wide it may load whatever the numbers are.
     Raises ValueError for a view that can't be read in 16-byte pieces.
     """
-    if rows.format not in FORMATS or rows.width <= ROPE_CHANNELS:
+    if rows.format not in FORMATS or rows.width <= ROPE_CHANNELS or rows.width & (rows.width - 1):
         raise ValueError(
-            f"{rows.format} rows of {rows.width} channels: attention reads {', '.join(FORMATS)} rows wider than "
-            f"{ROPE_CHANNELS}"
+            f"{rows.format} rows of {rows.width} channels: attention reads {', '.join(FORMATS)} rows of 128, 256, 512 "
+            "... channels"
         )
     values, scales = rows.values, rows.values
     if rows.format == "packed":
@@ -68,7 +68,7 @@ def key_rows(rows: Rows) -> tuple[Tensor, Tensor, int, int, int]:
         if rows.scales.shape[-1] != 8 or rows.rope.data_ptr() != rows.values.data_ptr() + body:
             raise ValueError(
                 f"packed rows of {rows.width} channels with {rows.scales.shape[-1]} scale bytes: attention reads rows "
-                f"of at most {8 * PACKED_GROUP + ROPE_CHANNELS} channels, the rope tail right behind the codes"
+                "of at most 512 channels, 8 scale bytes each, the rope tail right behind the codes"
             )
         values, scales = rows.values.view(torch.int32), rows.scales.view(torch.int64)
         if rows.rows > 1 and scales.stride(1) != 1:

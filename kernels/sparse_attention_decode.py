@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -98,18 +99,24 @@ class Plan:
     final: bool
 
     @property
+    def combined(self) -> int:
+        """A power of two of at least `splits`: how many sizes a combination looks at in one load.
+
+        One of few, so that few kernels are compiled.
+        """
+        return next((n for n in (4, 32, 128) if self.splits <= n), int(next_power_of_2(self.splits)))
+
+    @property
     def constants(self) -> dict[str, int]:
-        """The plan's part of the kernel's constants."""
+        """The plan's part of the kernel's constants. Without combination in it, one kernel does for all splits."""
         c = self.tile.constants
-        # Few values, so that few kernels are compiled: it is only how many sizes are looked at in one load.
-        splits = 1 if self.final else next((n for n in (4, 32, 128) if self.splits <= n), next_power_of_2(self.splits))
         return {
             "BLOCK_H": c["BLOCK_H"],
             "BLOCK_N": c["BLOCK_N"],
             "SWAP": c["SWAP"],
             "SPREAD": c["SPREAD"],
             "FUSED": int(c["FUSED"] and not self.final),
-            "SPLITS": splits,
+            "SPLITS": 1 if self.final else self.combined if c["FUSED"] else 2,
             "SINGLE": int(self.tiles == 1),
         }
 
@@ -156,7 +163,8 @@ def sparse_attention_decode(
     for none; None: every visible entry.   batch_invariant: bits of a token don't depend on the rest of the batch.
     lse: [T, H] float32 to be filled, if wanted.   tile: instead of the table's.
     Calls on one device must not overlap: they share counters. Nothing is read back to the host; an entry that is not
-    visible or has no block makes its token's row NaN.
+    visible or has no block makes its token's row NaN. With dependent launch the batch, but for its block table, is read
+    before the kernel ahead has ended: neither it nor one that lets others begin early may have written it in this step.
     """
     _check(q, batch, window, sink, rotation, compressed, ratio, selected, new, lse)
     if not uses_triton(q):
@@ -175,7 +183,8 @@ def sparse_attention_decode(
     is_dynamic = compressed is not None and selected is None
     keys = window.rows + width
     if compressed is not None and selected is None:
-        keys += batch.block_table.shape[1] * compressed.rows
+        # Of a fixed number of keys a split, the last must reach beyond the table: an entry without a column makes NaN.
+        keys += batch.block_table.shape[1] * compressed.rows + int(batch_invariant)
     if tile is None:
         shape = {"tokens": 1 if batch_invariant else tokens, "heads": heads, "row_bytes": row_bytes(window.format, dim)}
         tile = tile_for(OP, arch_of(q.device), **shape)
@@ -213,7 +222,7 @@ def sparse_attention_decode(
         rows = tile.constants["COMBINE_H"]
         combine_kernel[(tokens, -(-heads // rows))](
             out, lse, parts, sizes, sink, turn, cut.splits,
-            H=heads, D=dim, BLOCK_H=rows, SPLITS=cut.constants["SPLITS"], PDL=pdl, num_warps=4, **launch,
+            H=heads, D=dim, BLOCK_H=rows, SPLITS=cut.combined, PDL=pdl, num_warps=4, **launch,
         )  # fmt: skip
     return out
 
@@ -249,8 +258,15 @@ def _check(
         )
     if sink is not None and (sink.shape != (heads,) or not sink.is_contiguous()):
         raise ValueError(f"sink of shape {tuple(sink.shape)} for {heads} heads")
-    if rotation is not None and (rotation.shape != (tokens, ROPE_CHANNELS // 2) or rotation.dtype != torch.complex64):
-        raise ValueError(f"rotation {tuple(rotation.shape)} {rotation.dtype}: wanted complex64 ({tokens}, 32)")
+    if rotation is not None and (
+        rotation.shape != (tokens, ROPE_CHANNELS // 2)
+        or rotation.dtype != torch.complex64
+        or not rotation.is_contiguous()
+    ):
+        raise ValueError(
+            f"rotation {tuple(rotation.shape)} {rotation.dtype}, strides {rotation.stride()}: wanted contiguous "
+            f"complex64 ({tokens}, {ROPE_CHANNELS // 2})"
+        )
     for rows, name in ((compressed, "compressed"), (new, "new")):
         if rows is not None and (rows.format, rows.width) != (window.format, dim):
             raise ValueError(
@@ -275,35 +291,61 @@ def _check(
         raise ValueError(f"lse {tuple(lse.shape)} {lse.dtype}: wanted contiguous float32 ({tokens}, {heads})")
 
 
-# What the offline gate compiles: (heads, tokens, kind of layer) that serve DeepSeek-V4-Flash, by tensor parallelism.
-_SHIPPED = [
-    *((16, tokens, kind) for tokens in (1, 16, 64) for kind in ("selected", "visible")),
-    *((16, tokens, "window") for tokens in (1, 64)),
-    *((64, tokens, "selected") for tokens in (1, 16, 64)),
+# Of a layer: ratio, rows of a block, most keys of a token (entries at 128k context).
+_KINDS = {"selected": (4, 64, 128 + 512), "visible": (128, 2, 128 + 1024), "window": (0, 1, 128)}
+# Row format, head size, heads, kind of layer, whether rows are staged, most tokens of a step.
+_Launched = tuple[str, int, int, str, bool, int]
+# What the offline gate compiles: what a TP4 rank of DeepSeek-V4-Flash launches, and some of what others do.
+_SHIPPED: list[_Launched] = [
+    *(("packed", 512, 16, kind, False, 256) for kind in _KINDS),
+    ("packed", 512, 16, "selected", True, 64),
+    ("packed", 512, 64, "selected", False, 64),
+    ("packed", 128, 4, "selected", True, 64),
+    ("bf16", 512, 4, "selected", True, 64),
+    ("fp32", 128, 4, "selected", True, 4),  # float32 rows are for tests: with more tokens, or in a loop, they spill
+]
+# All that is meant to work, batch-invariant too: minutes of compiling, so a long test does it instead of the gate.
+_RARE: list[_Launched] = [
+    *(
+        ("packed", 512, heads, kind, staged, 256)
+        for heads in (8, 16, 32, 64)
+        for kind in _KINDS
+        for staged in (False, True)
+    ),
+    *((fmt, 128, 4, kind, staged, 64) for fmt in ("packed", "bf16") for kind in _KINDS for staged in (False, True)),
 ]
 
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate."""
+    return _variants(arch, _SHIPPED, batch_invariant=(False,))
+
+
+def rare_variants(arch: str) -> list[Variant]:
+    """Return the compilations for any usual number of heads, staged rows, rows of 128 channels, and batch-invariant."""
+    return _variants(arch, _RARE, batch_invariant=(False, True))
+
+
+def _variants(arch: str, launched: list[_Launched], *, batch_invariant: tuple[bool, ...]) -> list[Variant]:
     found: dict[str, Variant] = {}
-    for heads, tokens, kind in _SHIPPED:
-        for new in (False, True) if heads == 16 and kind == "selected" else (False,):
-            for variant in _variants_of(arch, "packed", 512, heads, tokens, kind, new):
+    for fmt, dim, heads, kind, new, most in launched:
+        cuts: dict[str, Plan] = {}
+        for tokens, is_invariant in itertools.product(range(1, most + 1), batch_invariant):
+            shape = {"tokens": 1 if is_invariant else tokens, "heads": heads}
+            tile = tile_for(OP, arch, **shape, row_bytes=row_bytes(fmt, dim))
+            cut = plan(
+                tile, **shape, keys=_KINDS[kind][2], is_dynamic=kind == "visible",
+                multiprocessors=MULTIPROCESSORS[arch], batch_invariant=is_invariant,
+            )  # fmt: skip
+            cuts.setdefault(repr((cut.constants, cut.combined, tile.num_warps)), cut)
+        for cut in cuts.values():
+            for variant in _variants_of(fmt, dim, heads, kind, new, cut):
                 found.setdefault(repr((variant.constants, variant.num_warps)), variant)
-    for fmt, dim in (("bf16", 512), ("fp32", 128), ("packed", 128)):
-        for variant in _variants_of(arch, fmt, dim, 4, 4, "selected", True):
-            found.setdefault(repr((variant.constants, variant.num_warps)), variant)
     return list(found.values())
 
 
-def _variants_of(arch: str, fmt: str, dim: int, heads: int, tokens: int, kind: str, new: bool) -> list[Variant]:
-    window, width = 128, 512
-    keys = window + {"selected": width, "visible": 1024, "window": 0}[kind]
-    tile = tile_for(OP, arch, tokens=tokens, heads=heads, row_bytes=row_bytes(fmt, dim))
-    cut = plan(
-        tile, tokens=tokens, heads=heads, keys=keys, is_dynamic=kind == "visible",
-        multiprocessors=MULTIPROCESSORS[arch], batch_invariant=False,
-    )  # fmt: skip
+def _variants_of(fmt: str, dim: int, heads: int, kind: str, new: bool, cut: Plan) -> list[Variant]:
+    tile, (ratio, rows, _) = cut.tile, _KINDS[kind]
     values, scales = pointer_of(fmt)
     out = "*fp32" if fmt == "fp32" else "*bf16"
     signature = dict.fromkeys(attention_kernel.arg_names, "*i32") | dict.fromkeys(INTEGERS, "i32")
@@ -318,9 +360,8 @@ def _variants_of(arch: str, fmt: str, dim: int, heads: int, tokens: int, kind: s
     absent += ["part_ptr", "part_lse_ptr"] if cut.final else []
     absent += [] if cut.constants["FUSED"] else ["counter_ptr"]
     constants: dict[str, Any] = dict.fromkeys(absent) | {
-        "H": heads, "D": dim, "WINDOW": window, "RATIO": {"selected": 4, "visible": 128, "window": 0}[kind],
-        "ROWS": {"selected": 64, "visible": 2, "window": 1}[kind], "FORMAT": FORMATS[fmt], "GROUPS": groups_of(dim),
-        "PDL": True, **cut.constants,
+        "H": heads, "D": dim, "WINDOW": 128, "RATIO": ratio, "ROWS": rows, "FORMAT": FORMATS[fmt],
+        "GROUPS": groups_of(dim), "PDL": True, **cut.constants,
     }  # fmt: skip
     signature = {name: kind for name, kind in signature.items() if name not in constants}
     found = [
@@ -339,6 +380,6 @@ def _variants_of(arch: str, fmt: str, dim: int, heads: int, tokens: int, kind: s
         given = {"out_ptr": out, "part_ptr": out, "part_lse_ptr": "*fp32", "sink_ptr": "*fp32"}
         given |= {"rotation_ptr": "*fp32", "splits": "i32"}
         fixed = {"lse_ptr": None, "H": heads, "D": dim, "BLOCK_H": tile.constants["COMBINE_H"]}
-        fixed |= {"SPLITS": cut.constants["SPLITS"], "PDL": True}
+        fixed |= {"SPLITS": cut.combined, "PDL": True}
         found.append(Variant(OP, combine_kernel, given, fixed, 4, 3, tensor_ops=(), unaligned=("splits",)))
     return found

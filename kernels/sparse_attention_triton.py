@@ -129,8 +129,9 @@ def attention_kernel(
     """One program: a split of the keys of a token, for BLOCK_H heads. Grid (splits, tokens, head blocks).
 
     tiles: BLOCK_N keys each that a split takes; 0: what the token sees, evenly.   SINGLE: one tile a split, no loop.
-    SPLITS: power of two of at least the number of splits; 1: the result is final.   SWAP: S^T = K Q^T, O^T = K^T P^T.
-    SPREAD: scores by groups of 64 channels, a warp each, then summed: short chains of products instead of one long one.
+    SPLITS: 1: the result is final; FUSED: a power of two of at least the number of splits.
+    SWAP: S^T = K Q^T, O^T = K^T P^T.   SPREAD: scores by groups of 64 channels, a warp each, then summed: short chains
+    of products instead of one long one.
     """
     split, token = tl.program_id(0), tl.program_id(1)
     splits = tl.num_programs(0)
@@ -179,8 +180,9 @@ def attention_kernel(
     body, tail, scales, verdict = read_rows(at, scale_at, is_key, wrong, D, GROUPS, FORMAT)
 
     q_at = q_ptr + (token.to(tl.int64) * H + h)[:, None] * D
-    q_body = tl.load(q_at + c[None, :], mask=is_head[:, None] & (c < BODY)[None, :], other=1.0).to(tl.float32)
-    q_tail = tl.load(q_at + BODY + tail_c[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
+    is_query = (tl.where(sequence >= 0, h, H) < H)[:, None]  # padding's are not read: a NaN there would get through
+    q_body = tl.load(q_at + c[None, :], mask=is_query & (c < BODY)[None, :], other=1.0).to(tl.float32)
+    q_tail = tl.load(q_at + BODY + tail_c[None, :], mask=is_query, other=0.0).to(tl.float32)
     if FORMAT == PACKED:
         q_body, q_tail = keep(to_f16(q_body)), keep(to_f16(q_tail))
     elif FORMAT == BF16:

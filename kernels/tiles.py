@@ -80,9 +80,10 @@ def _attention(
 
 
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
-    # row_bytes: of a row's values. Up to 512 only packed rows are that narrow; wider ones take the last tile.
+    # row_bytes: of a row's values. Up to 512 all packed rows, bf16 of 256 channels, fp32 of 128; others take the last.
     "sparse_attention": {
         "sm_120": (
+            _attention(16, 16, warps=4, resident=1, row_bytes=128),
             _attention(16, 32, warps=8, resident=1, heads=16, tokens=4, row_bytes=512),
             _attention(16, 64, warps=8, resident=1, heads=16, row_bytes=512),
             _attention(16, 32, warps=8, resident=1, tokens=4, row_bytes=512),

@@ -1,5 +1,6 @@
 """The decode attention kernel against its torch reference; every pool is NaN but for the rows that may be read."""
 
+import dataclasses
 import importlib.util
 import math
 import sys
@@ -79,7 +80,7 @@ def test_several_tokens_of_a_sequence_see_each_other_and_what_the_ring_loses_to_
     assert make_case(spans, kind=kind, staged=True, padding=2).fault(tile=make_tile()) == ""
 
 
-@pytest.mark.parametrize("top_k", [1, 16, 17])
+@pytest.mark.parametrize("top_k", [0, 1, 16, 17])
 def test_lists_of_any_length(top_k):
     assert make_case([(90, 1), (5, 1)], top_k=top_k).fault(tile=make_tile()) == ""
 
@@ -102,6 +103,7 @@ def test_more_splits_than_are_looked_at_at_once():
 @pytest.mark.parametrize("fmt", ["packed", "fp32"])
 def test_a_padding_token_gets_zeros_and_its_lse_is_the_sink(fmt, splits, sink):
     case = make_case([(40, 1)], fmt=fmt, sink=sink, padding=2)
+    case.q[1:] = math.nan
     out, lse = case.run(tile=make_tile(MAX_SPLITS=splits))
     assert bool((out[1:] == 0).all())
     wanted = case.rest["sink"] if sink else torch.full((4,), -math.inf)
@@ -231,3 +233,15 @@ def test_batch_invariant_bits_are_those_of_the_token_alone(kind):
     for token in range(3):
         alone, _ = cases.alone(case, token).run(batch_invariant=True)
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("columns", [14, 15, 40])
+def test_a_block_table_that_ends_too_early_makes_its_token_nan_and_no_other(columns, batch_invariant):
+    """14 columns of 8 entries and the window are 128 keys: as many as a split takes where their number is fixed."""
+    case = make_case([(100, 1), (1400, 1)], kind="visible")
+    table = case.batch.block_table[:, :columns].contiguous()
+    case.batch = dataclasses.replace(case.batch, block_table=table)
+    out, lse = case.run(batch_invariant=batch_invariant)
+    assert bool(out[1].isnan().all()) and bool(lse[1].isnan().all())
+    assert bool(out[0].isfinite().all())

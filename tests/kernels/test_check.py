@@ -14,6 +14,7 @@ import triton.language as tl
 from deploy import cli
 from kernels import check as gate
 from kernels.offline import LIMITS, Report
+from kernels.sparse_attention_decode import rare_variants
 from kernels.tiles import Variant
 from kernels.triton_env import ARCHES
 
@@ -170,6 +171,13 @@ def test_every_shipped_variant_passes(tmp_path, capsys):
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["arch"] for row in rows} == set(ARCHES)
     assert all(row["spill"] == 0 and row["instructions"] for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_variant_that_is_too_rare_for_the_gate_passes_too(arch):
+    reports = gate.check([(variant, arch) for variant in rare_variants(arch)], cache=gate.cache_folder())
+    assert {(report.tile, report.faults) for report in reports if report.faults} == set()
 
 
 def test_failures_exit_with_one_and_say_which(monkeypatch, capsys, tmp_path):

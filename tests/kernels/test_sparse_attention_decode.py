@@ -12,7 +12,10 @@ from kernels.ragged import RaggedBatch
 from kernels.row_load import key_rows
 from kernels.rows import Rows
 from kernels.sparse_attention import sparse_attention
-from kernels.sparse_attention_decode import plan, sparse_attention_decode
+from kernels.sparse_attention_decode import plan, rare_variants, sparse_attention_decode, variants
+from kernels.sparse_attention_triton import attention_kernel
+from kernels.tiles import tile_for
+from kernels.triton_env import ARCHES, MULTIPROCESSORS
 
 
 def _cases():
@@ -79,7 +82,7 @@ def test_splits_cover_all_keys_with_none_to_spare(keys, tokens, batch_invariant)
         batch_invariant=batch_invariant,
     )
     assert (cut.splits - 1) * cut.tiles * 32 < keys <= cut.splits * cut.tiles * 32
-    assert cut.splits <= cut.constants["SPLITS"]
+    assert cut.splits <= cut.combined
     if batch_invariant:
         assert cut.constants["SPLITS"] > 1  # a result that skipped the combination would have other bits
 
@@ -89,6 +92,7 @@ REFUSED = {
     "q with gaps": (lambda c: {"q": c.q.repeat(1, 2, 1)[:, ::2]}, "contiguous"),
     "a sink for other heads": (lambda c: {"sink": torch.zeros(5)}, "sink of shape"),
     "real rotations": (lambda c: {"rotation": c.rest["rotation"].real}, "complex64"),
+    "rotations with gaps": (lambda c: {"rotation": c.rest["rotation"].repeat(1, 2)[:, ::2]}, "contiguous complex64"),
     "rows of two formats": (lambda c: {"compressed": cases.make_rows("bf16", 128, units=9, rows=8)}, "bf16 of 128"),
     "no ratio": (lambda c: {"ratio": 0}, "ratio of 0"),
     "a selection of 64-bit numbers": (lambda c: {"selected": c.rest["selected"].long()}, "int32"),
@@ -124,3 +128,36 @@ def test_rows_that_can_not_be_read_in_16_bytes_are_refused(unit_bytes, offset):
 def test_rows_of_other_formats_are_refused():
     with pytest.raises(ValueError, match="attention reads packed, bf16, fp32 rows"):
         key_rows(cases.make_rows("fp8_index", 128, units=1, rows=8))
+
+
+def test_rows_of_head_sizes_that_no_kernel_cuts_are_refused():
+    with pytest.raises(ValueError, match="192 channels: attention reads"):
+        key_rows(cases.make_rows("bf16", 192, units=1, rows=8))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("keys", "kind"), [(640, "selected"), (1152, "visible"), (128, "window")])
+def test_whatever_a_step_of_up_to_256_tokens_launches_is_compiled(keys, kind, batch_invariant, arch):
+    compiled = variants(arch) + rare_variants(arch)
+    compiled = [v for v in compiled if v.kernel is attention_kernel and v.constants["D"] == 512]
+    for heads in (8, 16, 32, 64):
+        of_kind = [v for v in compiled if (v.constants["H"], v.constants["RATIO"]) == (heads, RATIOS[kind])]
+        for tokens in range(1, 257):
+            tile = tile_for(
+                "sparse_attention", arch, tokens=1 if batch_invariant else tokens, heads=heads, row_bytes=512
+            )
+            cut = plan(
+                tile,
+                tokens=tokens,
+                heads=heads,
+                keys=keys,
+                is_dynamic=kind == "visible",
+                multiprocessors=MULTIPROCESSORS[arch],
+                batch_invariant=batch_invariant,
+            )
+            found = [v for v in of_kind if cut.constants.items() <= v.constants.items()]
+            assert {"new_ptr" in v.constants for v in found} == {False, True}, f"{tokens} tokens of {heads} heads"
+
+
+RATIOS = {"selected": 4, "visible": 128, "window": 0}
