@@ -47,8 +47,8 @@ WORKERS = 2
 
 _NOTE = """\
 insns: instructions in the binary.  loop: of the longest loop with tensor instructions.  ldg.1, ldg.16: global loads of
-1 and of 16 bytes a lane.  bars: barriers.  insns/B: lane instructions per byte of device memory.  res: blocks that a
-multiprocessor holds at once."""
+1 and of 16 bytes a lane.  bars: barriers.  insns/B: lane instructions per byte of device memory.  insns/w: per packed
+weight, of the innermost loop.  res: blocks that a multiprocessor holds at once."""
 
 
 def shipped(arch: str) -> list[Variant]:
@@ -219,6 +219,7 @@ def format_reports(reports: Sequence[Report]) -> str:
         "insns",
         "loop",
         "insns/B",
+        "insns/w",
         "bars",
         "ldg.1",
     ]
@@ -229,6 +230,7 @@ def format_reports(reports: Sequence[Report]) -> str:
             *(str(report.registers), str(report.spill), f"{report.smem:,}"),
             *(str(report.resident), str(report.instructions), str(report.loop)),
             "-" if report.per_byte is None else f"{report.per_byte:.2f}",
+            "-" if report.per_weight is None else f"{report.per_weight:.2f}",
             *(str(report.barriers), str(report.narrow), str(report.wide)),
             "kept" if report.cached else f"{report.seconds:.1f}",
             "FAIL" if report.faults else ", ".join(f"{op} x{n}" for op, n in report.tensor.items()) or "none",

@@ -53,6 +53,7 @@ class Report:
     narrow: global loads of one byte.   wide: of sixteen.   loop: instructions of the longest loop that holds tensor
     instructions (any loop if there are none), 0 without one.   per_byte: lane instructions per byte of device memory,
     of that loop if there is one, else of the kernel; None where the variant doesn't say its bytes.
+    per_weight: lane instructions per packed weight, of the innermost loop that does the most around each product.
     resident: blocks a multiprocessor holds at a time.   faults: why it may not ship; empty if it may.
     """
 
@@ -71,6 +72,7 @@ class Report:
     wide: int = 0
     loop: int = 0
     per_byte: float | None = None
+    per_weight: float | None = None
     resident: int = 0
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
@@ -180,20 +182,46 @@ def _report(variant: Variant, arch: str, log: str, sass: str, shared: int, secon
         wide=sum(n for opcode, n in opcodes.items() if re.match(r"(LDG|LDGSTS)\b.*\.128\b", opcode)),
         loop=len(loop),
         per_byte=round(lanes / variant.bytes_per_program, 2) if variant.bytes_per_program else None,
+        per_weight=_per_weight(code, variant.weights_per_product) if variant.weights_per_product else None,
         seconds=round(seconds, 2),
     )
     report = dataclasses.replace(report, resident=_resident(report, variant.num_warps))
     return dataclasses.replace(report, faults=tuple(_faults(report, variant)))
 
 
-def _longest_loop(code: list[tuple[int, str, str]]) -> list[str]:
-    loops: list[list[str]] = []
+def _loops(code: list[tuple[int, str, str]]) -> list[tuple[int, int]]:
+    """Return the first and last address of every loop."""
+    found = []
     for at, opcode, operands in code:
         target = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
         if target and int(target[1], 16) < at:
-            loops.append([name for place, name, _ in code if int(target[1], 16) <= place <= at])
+            found.append((int(target[1], 16), at))
+    return found
+
+
+def _body(code: list[tuple[int, str, str]], loop: tuple[int, int]) -> list[str]:
+    return [name for place, name, _ in code if loop[0] <= place <= loop[1]]
+
+
+def _longest_loop(code: list[tuple[int, str, str]]) -> list[str]:
+    loops = [_body(code, loop) for loop in _loops(code)]
     with_tensor = [body for body in loops if any(map(_TENSOR.match, body))]
     return max(with_tensor or loops, key=len, default=[])
+
+
+def _per_weight(code: list[tuple[int, str, str]], weights: int) -> float | None:
+    """Return lane instructions per weight where a tensor instruction multiplies `weights` with the fewest columns.
+
+    More columns need more tensor instructions for the same weights, and less of everything else for each of them.
+    """
+    loops = _loops(code)
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    costs = []
+    for body in (_body(code, loop) for loop in inner):
+        products = sum(bool(_TENSOR.match(name)) for name in body)
+        if products:
+            costs.append(32 * len(body) / (weights * products))
+    return round(max(costs), 2) if costs else None
 
 
 def _resident(report: Report, num_warps: int) -> int:

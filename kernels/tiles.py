@@ -37,7 +37,8 @@ class Variant:
     (of one pass of its loop if that is all the loop body does), for instructions per byte; None: not reported.
     unaligned: integer and pointer arguments that are not multiples of 16; the JIT marks all others so at run time.
     ones: integer arguments that are always 1, which the JIT turns into constants.
-    maxnreg: register limit per thread, if the launch sets one.
+    maxnreg: register limit per thread, if the launch sets one.   weights_per_product: packed weights that one tensor
+    instruction multiplies with as few columns as it can, for instructions per weight; None: not reported.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Variant:
     unaligned: Sequence[str] = ()
     ones: Sequence[str] = ()
     maxnreg: int | None = None
+    weights_per_product: int | None = None
 
 
 def _attention(
@@ -79,6 +81,24 @@ def _attention(
     return Tile(constants, num_warps=warps, num_stages=1, upto=upto)
 
 
+def _experts(
+    r: int,
+    *,
+    ks: int = 1,
+    rs: int = 1,
+    s: int = 4,
+    wide: int = 0,
+    wide_s: int = 1,
+    resident: int = 0,
+    registers: int = 0,
+    **upto: int,
+) -> Tile:
+    """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "WIDE": wide, "WIDE_S": wide_s}
+    constants |= {"RESIDENT": resident, "REGISTERS": registers}
+    return Tile(constants, num_warps=ks * rs, num_stages=1, upto=upto)
+
+
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # row_bytes: of a row's values. Up to 512 all packed rows, bf16 of 256 channels, fp32 of 128; others take the last.
     "sparse_attention": {
@@ -98,6 +118,22 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _attention(32, 64, warps=8, resident=1, row_bytes=512),
             _attention(16, 16, warps=4, resident=1),
         ),
+    },
+    "moe_up": {
+        "sm_120": (
+            _experts(1, ks=4, s=2, tokens=1),
+            _experts(2, ks=4, tokens=8),
+            _experts(2, ks=4, wide=2, wide_s=2),
+        ),
+        "sm_90": (
+            _experts(1, ks=4, s=2, tokens=1),
+            _experts(2, ks=4, tokens=8),
+            _experts(2, ks=4, wide=2, wide_s=2),
+        ),
+    },
+    "moe_down": {
+        "sm_120": (_experts(2, rs=4, tokens=8), _experts(2, rs=4, wide=2, wide_s=2)),
+        "sm_90": (_experts(2, rs=4, tokens=8), _experts(2, rs=4, wide=2, wide_s=2)),
     },
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),

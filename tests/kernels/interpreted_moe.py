@@ -1,0 +1,246 @@
+"""Routing and the experts' kernels against their torch references; what the wrappers allocate is NaN to begin with."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels.moe_decode as decode
+import kernels.moe_routing as routing
+from kernels.tiles import Tile
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+
+def _cases():
+    name = "moe_cases"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    loaded = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+cases = _cases()
+make_case = cases.make_case
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        x = plain(*args, **kwargs)
+        return x.fill_(math.nan) if x.dtype.is_floating_point else x.fill_(-(2**30))
+
+    monkeypatch.setattr(decode.torch, "empty", empty)
+
+
+def tile(r=1, ks=1, rs=1, s=1, wide=0, wide_s=1, resident=0):
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "WIDE": wide, "WIDE_S": wide_s, "RESIDENT": resident}
+    constants["REGISTERS"] = 0
+    return Tile(constants, num_warps=ks * rs)
+
+
+@pytest.mark.parametrize("formats", [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "nvfp4")], ids="-".join)
+def test_every_format_and_a_mixture_equal_the_reference(formats):
+    assert make_case(3, formats=formats, padding=1).fault() == ""
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 11, 18])
+@pytest.mark.parametrize("by_table", [False, True])
+def test_routing_of_any_number_of_tokens(tokens, by_table):
+    case = make_case(tokens, by_table=by_table, padding=tokens % 3, experts=20, top_k=6)
+    assert cases.routing_fault(case.route(), case.expect_routing()) == ""
+
+
+@pytest.mark.parametrize("tokens", [70, 100])
+def test_routing_of_more_rows_than_are_placed_at_once(tokens):
+    case = make_case(tokens, experts=40, top_k=6)
+    assert cases.routing_fault(case.route(), case.expect_routing()) == ""
+
+
+def test_scores_may_be_given_before_sqrt_softplus():
+    case = make_case(9, is_raw=True, padding=2)
+    assert cases.routing_fault(case.route(), case.expect_routing()) == ""
+
+
+def test_very_low_scores_keep_their_size_under_sqrt_softplus():
+    case = make_case(1, is_raw=True, bias=False, top_k=2)
+    case.scores.fill_(-100.0)
+    case.scores[0, 3:5] = torch.tensor([-40.0, -41.0])
+    got = case.route()
+    assert got.ids.tolist() == [[3, 4]]
+    ratio = math.exp(0.5)
+    assert torch.allclose(got.weights, torch.tensor([[ratio, 1.0]]) / (1 + ratio) * 1.5, rtol=1e-4)
+
+
+def test_equal_scores_go_to_the_lower_expert_and_minus_zero_equals_zero():
+    case = make_case(2, bias=False)
+    case.scores.fill_(1.0)
+    case.routing["bias"] = torch.tensor([-0.0, 0.0] * 6) - 1.0
+    case.routing["bias"][4] = -0.0 - 1.0
+    assert case.route().ids.tolist() == [[0, 1, 2]] * 2
+
+
+def test_bias_chooses_but_does_not_weigh():
+    case = make_case(1, top_k=2)
+    case.scores.fill_(0.5)
+    case.scores[0, 7] = 1.5
+    case.routing["bias"] = torch.zeros(12)
+    case.routing["bias"][2] = 100.0
+    got = case.route()
+    assert got.ids.tolist() == [[2, 7]]
+    assert torch.allclose(got.weights, torch.tensor([[0.375, 1.125]]))
+
+
+@pytest.mark.parametrize("wide", [0, 2])
+def test_all_tokens_on_the_same_experts(wide):
+    """19 rows an expert: more than are taken at once, and a last share that is not full."""
+    case = make_case(19, same=True)
+    assert case.fault(tiles=(tile(wide=wide), tile(wide=wide))) == ""
+
+
+def test_an_expert_with_many_rows_beside_experts_with_one():
+    case = make_case(12, top_k=2, bias=False)
+    case.scores[:, 5] += 10.0
+    assert case.fault(tiles=(tile(wide=2), tile(wide=2))) == ""
+
+
+def test_a_tables_row_may_name_an_expert_twice():
+    case = make_case(9, by_table=True)
+    case.routing["table"][:] = torch.tensor([4, 4, 1])
+    assert case.fault() == ""
+
+
+def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
+    case = make_case(3, by_table=True)
+    case.routing["token_ids"].copy_(torch.tensor([1, 2, 3]))
+    before = case.run()
+    case.routing["table"][2, 1] = 12
+    after = case.run()
+    assert bool(after[1].isnan().all())
+    assert torch.equal(after[::2], before[::2])
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        (tile(ks=2), tile(rs=4)),
+        (tile(ks=4, s=2), tile(r=2, rs=2)),
+        (tile(r=2, ks=2, rs=2, s=4), tile(r=2, ks=2, s=2)),
+        (tile(ks=2, s=1, resident=1), tile(rs=2, resident=1)),
+        (tile(ks=1, s=2, wide=4, wide_s=1), tile(ks=2, wide=4)),
+    ],
+    ids=lambda pair: "-".join(str(list(one.constants.values())) for one in pair),
+)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_every_way_to_cut_equals_the_reference(fmt, tiles, monkeypatch):
+    monkeypatch.setattr(decode, "sm_count", lambda device: 3)  # programs take several items where they are resident
+    case = make_case(2, hidden=512, inner=256, experts=4, top_k=2, formats=(fmt, fmt))
+    case.x[1] *= 0.01
+    assert case.fault(tiles=tiles) == ""
+
+
+def test_sums_do_not_depend_on_the_cut_of_rows():
+    case = make_case(3, hidden=128, inner=128)
+    one = case.run(tiles=(tile(), tile()))
+    assert torch.equal(one, case.run(tiles=(tile(rs=4), tile(r=2, rs=2))))
+
+
+def test_padding_tokens_get_zeros_or_what_is_added():
+    case = make_case(2, padding=2)
+    add = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    assert bool((case.run()[2:] == 0).all())
+    assert torch.equal(case.run(add=add)[2:], add[2:].float())
+
+
+def test_padding_tokens_may_hold_anything():
+    case = make_case(2, padding=2)
+    before = case.run()
+    case.x[2:] = math.nan
+    case.scores[2:] = math.nan
+    assert torch.equal(case.run(), before)
+
+
+def test_only_padding():
+    case = make_case(0, padding=3)
+    assert bool((case.run() == 0).all())
+    assert int(case.route().active[0]) == 0
+
+
+def test_what_is_added_is_added_last_and_the_result_rounded_once():
+    case = make_case(3)
+    add = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    whole = case.run()
+    assert torch.equal(case.run(add=add), whole + add)
+    assert torch.equal(case.run(add=add, out_dtype=torch.bfloat16), (whole + add).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_an_activation_that_f16_can_not_hold_makes_its_token_nan_and_no_other(value):
+    case = make_case(3, same=True)
+    before = case.run()
+    case.x[1, 5] = value
+    after = case.run()
+    assert bool(after[1].isnan().all())
+    assert torch.equal(after[::2], before[::2])
+
+
+@pytest.mark.parametrize("column", [3, 11])
+def test_a_score_that_is_nan_makes_its_token_nan_and_no_other(column):
+    case = make_case(3)
+    before = case.run()
+    case.scores[1, column] = math.nan
+    after = case.run()
+    assert bool(after[1].isnan().all())
+    assert torch.equal(after[::2], before[::2])
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_gate_and_value_are_clamped(fmt):
+    case = make_case(3, formats=(fmt, fmt))
+    case.limit = 0.05
+    free = make_case(3, formats=(fmt, fmt)).expect()
+    assert (case.expect() - free).abs().max() > 0.1 * free.abs().max()
+    assert case.fault() == ""
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_every_code_under_extreme_scales_is_exact(fmt):
+    """One channel at a time is 1, so that a sum is a weight."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(8).view(1, 64, 32).contiguous()
+    group = {"nvfp4": 16, "mxfp4": 32}[fmt]
+    scales = torch.empty((1, 64, 64 // group), dtype=torch.uint8).fill_(120)
+    if fmt == "nvfp4":
+        scales[0] = torch.arange(64)[:, None] * 2  # 0 to 126: subnormals, and 448
+    else:
+        scales[0] = 120 - torch.arange(64)[:, None] % 24
+    factors = torch.ones(1, 1) if fmt == "nvfp4" else None
+    w2 = cases.pack_experts(codes, scales, factors, format=fmt, parts=1, name="w")
+    hidden = torch.eye(64, dtype=torch.float16)
+    part = torch.empty(64, 64)
+    active = torch.tensor([1, 0, 0, 0, 0, 0, 64, 0], dtype=torch.int32)
+    decode.down_kernel[(4,)](
+        part, hidden, w2.codes, w2.scales, w2.factors, active, H=64, INNER=64, PACKED=1, FORMAT=decode.FORMATS[fmt],
+        PDL=False, S=1, R=1, KS=1, RS=1, WIDE=0, WIDE_S=1, num_warps=1,
+    )  # fmt: skip
+    assert torch.equal(part.T, decode.dequantize_experts(w2)[0])
+
+
+def test_equal_inputs_give_equal_bits():
+    case = make_case(11, padding=1)
+    assert torch.equal(case.run(), case.run())
+
+
+def test_the_wrappers_refuse_what_does_not_fit():
+    case = make_case(2)
+    with pytest.raises(ValueError, match="wanted E x 2I x H in 2 and E x H x I in 1"):
+        decode.experts_decode(case.route(), case.w2, case.w13, limit=10.0)
+    with pytest.raises(ValueError, match="no bias"):
+        routing.route_tokens(
+            case.x, case.scores, top_k=3, scaling=1.5, bias=torch.zeros(12),
+            table=torch.zeros(5, 3, dtype=torch.int64), token_ids=torch.zeros(2, dtype=torch.int64),
+        )  # fmt: skip

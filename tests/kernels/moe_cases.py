@@ -1,0 +1,142 @@
+"""Steps through experts in both formats, for the interpreter and for a GPU: built from checkpoint tensors, packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from kernels.expert_weights import ExpertWeights, pack_experts
+from kernels.moe_decode import experts_decode, experts_decode_reference
+from kernels.moe_routing import Routing, route_tokens, route_tokens_reference
+
+
+@dataclasses.dataclass
+class Case:
+    """route_tokens(x, scores, **routing), then experts_decode(.., w13, w2, limit)."""
+
+    x: torch.Tensor
+    scores: torch.Tensor
+    routing: dict
+    w13: ExpertWeights
+    w2: ExpertWeights
+    limit: float = 10.0
+
+    def route(self) -> Routing:
+        return route_tokens(self.x, self.scores, **self.routing)
+
+    def expect_routing(self) -> Routing:
+        return route_tokens_reference(self.x, self.scores, **self.routing)
+
+    def run(self, **options) -> torch.Tensor:
+        return experts_decode(self.route(), self.w13, self.w2, limit=self.limit, **options)
+
+    def expect(self, **options) -> torch.Tensor:
+        return experts_decode_reference(self.expect_routing(), self.w13, self.w2, limit=self.limit, **options)
+
+    def fault(self, **options) -> str:
+        """Return how the kernels differ from the references, "" if not."""
+        return routing_fault(self.route(), self.expect_routing()) or self.sum_fault(**options)
+
+    def sum_fault(self, **options) -> str:
+        """Return how the sums differ, "" if not.
+
+        Weights are exact in both. f16 rounds h by 2^-11 of itself in both, but where float32 sums in another order fall
+        on either side of a rounding, an h differs by one f16 step: at most 2^-10 of h, in few places.
+        """
+        got, wanted = self.run(**options).float(), self.expect()
+        if not torch.equal(got.isnan(), wanted.isnan()):
+            return f"NaN in {int(got.isnan().sum())} places, wanted {int(wanted.isnan().sum())}"
+        got, wanted = got.nan_to_num(), wanted.nan_to_num()
+        scale = wanted.abs().max().clamp(min=1e-6)
+        error = float((got - wanted).abs().max() / scale)
+        bound = 2e-3 if options.get("out_dtype", torch.float32) == torch.float32 else 1e-2
+        return "" if error < bound else f"off by {error:.2e} of the largest, {float(scale):.3g}"
+
+
+def routing_fault(got: Routing, wanted: Routing) -> str:
+    """Return how a routing differs from its reference, "" if not: integers exactly, weights to a few ulp."""
+    rows = wanted.token.shape[0]
+    used = 4 + 4 * int(wanted.active[0])
+    entries = [at for at in range(used) if at == 0 or (at >= 4 and at % 4 != 3)]
+    pairs = {
+        "ids": (got.ids, wanted.ids),
+        "place": (got.place, wanted.place),
+        "token": (got.token[:rows], wanted.token),
+        "active": (got.active[entries], wanted.active[entries]),
+    }
+    for name, (a, b) in pairs.items():
+        if not torch.equal(a, b):
+            return f"{name} {a.tolist()}, wanted {b.tolist()}"[:400]
+    for name, a, b in (("weights", got.weights, wanted.weights), ("weight", got.weight[:rows], wanted.weight)):
+        if not torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True):
+            return f"{name} off by {(a - b).abs().max():.2e}"
+    if not torch.equal(got.x.isnan(), (wanted.x.isinf() | wanted.x.isnan())):
+        return "x is not NaN where it should be"
+    if not torch.equal(got.x.nan_to_num(), torch.where(wanted.x.isinf(), math.nan, wanted.x).nan_to_num()):
+        return "x is not x in f16"
+    return ""
+
+
+def checkpoint(seed: int, experts: int, rows: int, channels: int, fmt: str, *, parts: int, device: str = "cpu"):
+    """Return codes, scales and factors as a checkpoint has them, every code and scale drawn."""
+    draw = torch.Generator(device).manual_seed(seed)
+    codes = torch.randint(0, 256, (experts, rows, channels // 2), generator=draw, dtype=torch.uint8, device=device)
+    if fmt == "nvfp4":
+        shape = (experts, rows, channels // 16)
+        scales = torch.randint(1, 0x40, shape, generator=draw, dtype=torch.uint8, device=device)
+        factors = (0.5 + torch.rand(experts, parts, generator=draw, device=device)) / channels**0.5
+        return codes, scales.view(torch.float8_e4m3fn), factors
+    shape = (experts, rows, channels // 32)
+    return codes, torch.randint(110, 125, shape, generator=draw, dtype=torch.uint8, device=device), None
+
+
+def make_case(
+    tokens: int,
+    *,
+    experts: int = 12,
+    top_k: int = 3,
+    hidden: int = 64,
+    inner: int = 32 * 2,
+    formats: tuple[str, str] = ("nvfp4", "nvfp4"),
+    by_table: bool = False,
+    bias: bool = True,
+    padding: int = 0,
+    is_raw: bool = False,
+    same: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Return a step of `tokens` tokens and then `padding` ones; same: all take the same experts."""
+    draw = torch.Generator(device).manual_seed(seed)
+    total = tokens + padding
+    scores = torch.rand(total, experts, generator=draw, device=device) + 0.01
+    if is_raw:
+        scores = torch.randn(total, experts, generator=draw, device=device) * 4
+    if same:
+        scores[:, 1 : 1 + top_k] += 20.0
+    routing: dict = {"top_k": top_k, "scaling": 1.5, "is_raw": is_raw}
+    if by_table:
+        noise = torch.rand(50, experts, generator=draw, device=device)
+        routing["table"] = noise.topk(top_k).indices.contiguous()
+        routing["token_ids"] = torch.randint(0, 50, (total,), generator=draw, device=device)
+    elif bias and not same:
+        routing["bias"] = torch.randn(experts, generator=draw, device=device)
+    if padding:
+        sequence = torch.arange(total, device=device).to(torch.int32)
+        sequence[tokens:] = -1
+        routing["sequence"] = sequence
+    return Case(
+        torch.randn(total, hidden, generator=draw, device=device).to(torch.bfloat16),
+        scores,
+        routing,
+        packed(seed + 1, experts, 2 * inner, hidden, formats[0], parts=2, device=device),
+        packed(seed + 2, experts, hidden, inner, formats[1], parts=1, device=device),
+    )
+
+
+def packed(seed: int, experts: int, rows: int, channels: int, fmt: str, *, parts: int, device: str = "cpu"):
+    """Return checkpoint(..) packed."""
+    codes, scales, factors = checkpoint(seed, experts, rows, channels, fmt, parts=parts, device=device)
+    return pack_experts(codes, scales, factors, format=fmt, parts=parts, name="w")
