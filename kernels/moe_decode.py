@@ -24,7 +24,7 @@ from kernels.expert_weights import ExpertWeights, dequantize_experts
 from kernels.moe_routing import Routing
 from kernels.moe_triton import down_kernel, sum_kernel, up_kernel
 from kernels.tiles import Tile, Variant, tile_for
-from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
+from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
 UP, DOWN, SUM = "moe_up", "moe_down", "moe_sum"
 FORMATS = {"nvfp4": 0, "mxfp4": 1}
@@ -217,12 +217,3 @@ def _variants_of(arch: str, fmt: str, tokens: int) -> list[Variant]:
             )
         )
     return result
-
-
-def issue_share(per_weight: float, arch: str, *, bits: float = 4.5) -> float:
-    """Return the share of the time in which memory delivers the weights that their instructions take to issue.
-
-    Peak rates: 128 lanes a multiprocessor and clock, at 2.4 and 1.98 GHz; 1.6 and 4.3 TB/s.
-    """
-    clock, bandwidth = {"sm_120": (2.4e9, 1.6e12), "sm_90": (1.98e9, 4.3e12)}[arch]
-    return per_weight / (MULTIPROCESSORS[arch] * 128 * clock) / (bits / 8 / bandwidth)

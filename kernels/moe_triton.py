@@ -131,21 +131,17 @@ def _load_tokens(
 
 
 @triton.jit
-def _plain_codes(words, row: tl.constexpr, kk: tl.constexpr, SHAPE: tl.constexpr):
-    """Return the f16 of register 2 kk + row of the words [..., 2], and of the next words."""
-    first, second = tl.split(words)
-    return _plain_pair(first, row, kk, SHAPE), _plain_pair(second, row, kk, SHAPE)
-
-
-@triton.jit
-def _plain_pair(word, row: tl.constexpr, kk: tl.constexpr, SHAPE: tl.constexpr):
-    return tl.reshape(tl.join(_plain_code(word >> (8 - 8 * row), kk), _plain_code(word >> (24 - 8 * row), kk)), SHAPE)
-
-
-@triton.jit
-def _plain_code(byte, kk: tl.constexpr):
-    bits = (byte & 0x8E) << 8 if kk == 0 else ((byte & 0x01) << 15) | ((byte & 0x70) << 5)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+def _unpack_plain(words, low, high, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Return what _unpack does, without inline assembly: for the interpreter."""
+    word = tl.reshape(words, (4, 8, W, R, S, 2, 2, 1, 1, 1))
+    p = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 1, 2, 1, 1))
+    half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 1, 1, 2, 1))
+    kk = tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 1, 1, 1, 1, 1, 2))
+    byte = word >> (16 * p + 8 - 8 * half)
+    bits = tl.where(kk == 0, (byte & 0x8E) << 8, ((byte & 0x01) << 15) | ((byte & 0x70) << 5))
+    factor = tl.reshape(tl.join(low, high), (4, 8, W, R, S, 1, 1, 1, 2, 1))
+    value = bits.to(tl.int16).to(tl.float16, bitcast=True) * factor
+    return tl.reshape(tl.permute(value, (2, 3, 8, 1, 4, 5, 6, 9, 0, 7)), (W, 16 * R, 64 * S))
 
 
 @triton.jit
@@ -181,28 +177,23 @@ def _unpack(
 ):  # fmt: skip
     """Return the left operand [W, 16 R, 64 S] f16 of words and scales as _load_weights gives them."""
     low, high = _factors(scales, tops, FORMAT)
-    SHAPE: tl.constexpr = (4, 8, W, R, S, 4)
-    low = tl.broadcast_to(low[:, :, :, :, :, None], SHAPE)
-    high = tl.broadcast_to(high[:, :, :, :, :, None], SHAPE)
     if _PLAIN:
-        pairs = tl.reshape(words, (4, 8, W, R, S, 2, 2))
-        a0, b0 = _plain_codes(pairs, 0, 0, SHAPE)
-        a1, b1 = _plain_codes(pairs, 1, 0, SHAPE)
-        a2, b2 = _plain_codes(pairs, 0, 1, SHAPE)
-        a3, b3 = _plain_codes(pairs, 1, 1, SHAPE)
-        a0, a1, a2, a3 = a0 * low, a1 * high, a2 * low, a3 * high
-        b0, b1, b2, b3 = b0 * low, b1 * high, b2 * low, b3 * high
+        w = _unpack_plain(words, low, high, S, R, W)
     else:
+        SHAPE: tl.constexpr = (4, 8, W, R, S, 4)
+        low = tl.broadcast_to(low[:, :, :, :, :, None], SHAPE)
+        high = tl.broadcast_to(high[:, :, :, :, :, None], SHAPE)
         a0, a1, a2, a3, b0, b1, b2, b3 = tl.inline_asm_elementwise(
             _UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r", [words, low, high],
             dtype=(
                 tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
             ), is_pure=True, pack=2,
         )  # fmt: skip
-    a = tl.join(tl.join(a0, a1), tl.join(a2, a3))
-    b = tl.join(tl.join(b0, b1), tl.join(b2, b3))
-    w = tl.reshape(tl.join(a, b), (4, 8, W, R, S, 2, 2, 2, 2, 2))
-    return keep(tl.reshape(tl.permute(w, (2, 3, 7, 1, 4, 5, 9, 8, 0, 6)), (W, 16 * R, 64 * S)))
+        a = tl.join(tl.join(a0, a1), tl.join(a2, a3))
+        b = tl.join(tl.join(b0, b1), tl.join(b2, b3))
+        w = tl.reshape(tl.join(a, b), (4, 8, W, R, S, 2, 2, 2, 2, 2))
+        w = keep(tl.reshape(tl.permute(w, (2, 3, 7, 1, 4, 5, 9, 8, 0, 6)), (W, 16 * R, 64 * S)))
+    return w
 
 
 @triton.jit

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import kernels.moe_decode as decode
-import kernels.moe_routing as routing
-from kernels.tiles import Tile
+from kernels.tiles import Tile, tile_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
 
@@ -44,21 +43,31 @@ def tile(r=1, ks=1, rs=1, s=1, wide=0, wide_s=1, resident=0):
     return Tile(constants, num_warps=ks * rs)
 
 
+@pytest.fixture(autouse=True)
+def one_program_an_expert(monkeypatch):
+    """A program costs tens of milliseconds here: where it does not matter, one takes all rows of an expert."""
+    monkeypatch.setattr(decode, "tile_for", lambda op, arch, **shape: tile(r=4, rs=2, wide=2))
+
+
 @pytest.mark.parametrize("formats", [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "nvfp4")], ids="-".join)
 def test_every_format_and_a_mixture_equal_the_reference(formats):
     assert make_case(3, formats=formats, padding=1).fault() == ""
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 11, 18])
-@pytest.mark.parametrize("by_table", [False, True])
+def test_the_table_has_tiles_for_every_shape(monkeypatch):
+    monkeypatch.setattr(decode, "tile_for", tile_for)
+    assert make_case(2).fault() == ""
+    assert make_case(12, same=True, top_k=1).fault() == ""
+
+
+@pytest.mark.parametrize(("tokens", "by_table"), [(1, False), (4, True), (11, False), (18, True)])
 def test_routing_of_any_number_of_tokens(tokens, by_table):
     case = make_case(tokens, by_table=by_table, padding=tokens % 3, experts=20, top_k=6)
     assert cases.routing_fault(case.route(), case.expect_routing()) == ""
 
 
-@pytest.mark.parametrize("tokens", [70, 100])
-def test_routing_of_more_rows_than_are_placed_at_once(tokens):
-    case = make_case(tokens, experts=40, top_k=6)
+def test_routing_of_more_rows_than_are_placed_at_once():
+    case = make_case(90, experts=40, top_k=6)
     assert cases.routing_fault(case.route(), case.expect_routing()) == ""
 
 
@@ -68,7 +77,7 @@ def test_scores_may_be_given_before_sqrt_softplus():
 
 
 def test_very_low_scores_keep_their_size_under_sqrt_softplus():
-    case = make_case(1, is_raw=True, bias=False, top_k=2)
+    case = make_case(1, is_raw=True, bias=False)
     case.scores.fill_(-100.0)
     case.scores[0, 3:5] = torch.tensor([-40.0, -41.0])
     got = case.route()
@@ -78,21 +87,19 @@ def test_very_low_scores_keep_their_size_under_sqrt_softplus():
 
 
 def test_equal_scores_go_to_the_lower_expert_and_minus_zero_equals_zero():
-    case = make_case(2, bias=False)
-    case.scores.fill_(1.0)
-    case.routing["bias"] = torch.tensor([-0.0, 0.0] * 6) - 1.0
-    case.routing["bias"][4] = -0.0 - 1.0
-    assert case.route().ids.tolist() == [[0, 1, 2]] * 2
+    case = make_case(2, bias=False, top_k=3)
+    case.scores.copy_(torch.tensor([[-0.0, -1.0, 0.0, -0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]))
+    assert case.route().ids.tolist() == [[0, 2, 3], [0, 1, 2]]
 
 
 def test_bias_chooses_but_does_not_weigh():
-    case = make_case(1, top_k=2)
+    case = make_case(1)
     case.scores.fill_(0.5)
-    case.scores[0, 7] = 1.5
-    case.routing["bias"] = torch.zeros(12)
+    case.scores[0, 5] = 1.5
+    case.routing["bias"] = torch.zeros(6)
     case.routing["bias"][2] = 100.0
     got = case.route()
-    assert got.ids.tolist() == [[2, 7]]
+    assert got.ids.tolist() == [[2, 5]]
     assert torch.allclose(got.weights, torch.tensor([[0.375, 1.125]]))
 
 
@@ -100,18 +107,18 @@ def test_bias_chooses_but_does_not_weigh():
 def test_all_tokens_on_the_same_experts(wide):
     """19 rows an expert: more than are taken at once, and a last share that is not full."""
     case = make_case(19, same=True)
-    assert case.fault(tiles=(tile(wide=wide), tile(wide=wide))) == ""
+    assert case.fault(tiles=(tile(r=4, rs=2, wide=wide), tile(r=4, wide=wide))) == ""
 
 
 def test_an_expert_with_many_rows_beside_experts_with_one():
-    case = make_case(12, top_k=2, bias=False)
+    case = make_case(12, bias=False)
     case.scores[:, 5] += 10.0
-    assert case.fault(tiles=(tile(wide=2), tile(wide=2))) == ""
+    assert case.fault() == ""
 
 
 def test_a_tables_row_may_name_an_expert_twice():
     case = make_case(9, by_table=True)
-    case.routing["table"][:] = torch.tensor([4, 4, 1])
+    case.routing["table"][:] = torch.tensor([4, 4])
     assert case.fault() == ""
 
 
@@ -119,7 +126,7 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
     case = make_case(3, by_table=True)
     case.routing["token_ids"].copy_(torch.tensor([1, 2, 3]))
     before = case.run()
-    case.routing["table"][2, 1] = 12
+    case.routing["table"][2, 1] = 6
     after = case.run()
     assert bool(after[1].isnan().all())
     assert torch.equal(after[::2], before[::2])
@@ -128,26 +135,25 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
 @pytest.mark.parametrize(
     "tiles",
     [
-        (tile(ks=2), tile(rs=4)),
-        (tile(ks=4, s=2), tile(r=2, rs=2)),
-        (tile(r=2, ks=2, rs=2, s=4), tile(r=2, ks=2, s=2)),
-        (tile(ks=2, s=1, resident=1), tile(rs=2, resident=1)),
-        (tile(ks=1, s=2, wide=4, wide_s=1), tile(ks=2, wide=4)),
+        (tile(ks=4, s=2, rs=2, r=2), tile(r=2, rs=8)),
+        (tile(r=4, ks=2, rs=2, s=4), tile(r=4, ks=2, rs=4)),
+        (tile(r=4, ks=8, s=1, resident=1), tile(r=4, rs=2, s=2, resident=1)),
+        (tile(r=4, rs=2, ks=1, s=4, wide=2, wide_s=2), tile(r=8, ks=2, rs=2, wide=2)),
     ],
     ids=lambda pair: "-".join(str(list(one.constants.values())) for one in pair),
 )
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_every_way_to_cut_equals_the_reference(fmt, tiles, monkeypatch):
     monkeypatch.setattr(decode, "sm_count", lambda device: 3)  # programs take several items where they are resident
-    case = make_case(2, hidden=512, inner=256, experts=4, top_k=2, formats=(fmt, fmt))
+    case = make_case(9 if tiles[0].constants["WIDE"] else 2, hidden=512, inner=128, experts=2, formats=(fmt, fmt))
     case.x[1] *= 0.01
     assert case.fault(tiles=tiles) == ""
 
 
 def test_sums_do_not_depend_on_the_cut_of_rows():
-    case = make_case(3, hidden=128, inner=128)
-    one = case.run(tiles=(tile(), tile()))
-    assert torch.equal(one, case.run(tiles=(tile(rs=4), tile(r=2, rs=2))))
+    case = make_case(1, hidden=128)
+    one = case.run(tiles=(tile(r=4), tile(r=2)))
+    assert torch.equal(one, case.run(tiles=(tile(rs=8), tile(r=2, rs=4))))
 
 
 def test_padding_tokens_get_zeros_or_what_is_added():
@@ -189,7 +195,7 @@ def test_an_activation_that_f16_can_not_hold_makes_its_token_nan_and_no_other(va
     assert torch.equal(after[::2], before[::2])
 
 
-@pytest.mark.parametrize("column", [3, 11])
+@pytest.mark.parametrize("column", [3, 5])
 def test_a_score_that_is_nan_makes_its_token_nan_and_no_other(column):
     case = make_case(3)
     before = case.run()
@@ -208,39 +214,10 @@ def test_gate_and_value_are_clamped(fmt):
     assert case.fault() == ""
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_every_code_under_extreme_scales_is_exact(fmt):
-    """One channel at a time is 1, so that a sum is a weight."""
-    codes = torch.arange(256, dtype=torch.uint8).repeat(8).view(1, 64, 32).contiguous()
-    group = {"nvfp4": 16, "mxfp4": 32}[fmt]
-    scales = torch.empty((1, 64, 64 // group), dtype=torch.uint8).fill_(120)
-    if fmt == "nvfp4":
-        scales[0] = torch.arange(64)[:, None] * 2  # 0 to 126: subnormals, and 448
-    else:
-        scales[0] = 120 - torch.arange(64)[:, None] % 24
-    factors = torch.ones(1, 1) if fmt == "nvfp4" else None
-    w2 = cases.pack_experts(codes, scales, factors, format=fmt, parts=1, name="w")
-    hidden = torch.eye(64, dtype=torch.float16)
-    part = torch.empty(64, 64)
-    active = torch.tensor([1, 0, 0, 0, 0, 0, 64, 0], dtype=torch.int32)
-    decode.down_kernel[(4,)](
-        part, hidden, w2.codes, w2.scales, w2.factors, active, H=64, INNER=64, PACKED=1, FORMAT=decode.FORMATS[fmt],
-        PDL=False, S=1, R=1, KS=1, RS=1, WIDE=0, WIDE_S=1, num_warps=1,
-    )  # fmt: skip
-    assert torch.equal(part.T, decode.dequantize_experts(w2)[0])
+def test_every_code_under_every_scale_is_exact():
+    assert cases.exactness_fault() == ""
 
 
 def test_equal_inputs_give_equal_bits():
     case = make_case(11, padding=1)
     assert torch.equal(case.run(), case.run())
-
-
-def test_the_wrappers_refuse_what_does_not_fit():
-    case = make_case(2)
-    with pytest.raises(ValueError, match="wanted E x 2I x H in 2 and E x H x I in 1"):
-        decode.experts_decode(case.route(), case.w2, case.w13, limit=10.0)
-    with pytest.raises(ValueError, match="no bias"):
-        routing.route_tokens(
-            case.x, case.scores, top_k=3, scaling=1.5, bias=torch.zeros(12),
-            table=torch.zeros(5, 3, dtype=torch.int64), token_ids=torch.zeros(2, dtype=torch.int64),
-        )  # fmt: skip

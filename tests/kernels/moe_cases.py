@@ -7,9 +7,10 @@ import math
 
 import torch
 
-from kernels.expert_weights import ExpertWeights, pack_experts
-from kernels.moe_decode import experts_decode, experts_decode_reference
+from kernels.expert_weights import ExpertWeights, dequantize_experts, pack_experts
+from kernels.moe_decode import experts_decode, experts_decode_reference, last_product
 from kernels.moe_routing import Routing, route_tokens, route_tokens_reference
+from kernels.tiles import Tile
 
 
 @dataclasses.dataclass
@@ -32,20 +33,20 @@ class Case:
     def run(self, **options) -> torch.Tensor:
         return experts_decode(self.route(), self.w13, self.w2, limit=self.limit, **options)
 
-    def expect(self, **options) -> torch.Tensor:
-        return experts_decode_reference(self.expect_routing(), self.w13, self.w2, limit=self.limit, **options)
+    def expect(self, routing: Routing | None = None) -> torch.Tensor:
+        return experts_decode_reference(routing or self.expect_routing(), self.w13, self.w2, limit=self.limit)
 
     def fault(self, **options) -> str:
         """Return how the kernels differ from the references, "" if not."""
         return routing_fault(self.route(), self.expect_routing()) or self.sum_fault(**options)
 
-    def sum_fault(self, **options) -> str:
-        """Return how the sums differ, "" if not.
+    def sum_fault(self, *, routing: Routing | None = None, **options) -> str:
+        """Return how the sums differ from the reference by `routing`, None for the reference's own; "" if not.
 
         Weights are exact in both. f16 rounds h by 2^-11 of itself in both, but where float32 sums in another order fall
         on either side of a rounding, an h differs by one f16 step: at most 2^-10 of h, in few places.
         """
-        got, wanted = self.run(**options).float(), self.expect()
+        got, wanted = self.run(**options).float(), self.expect(routing)
         if not torch.equal(got.isnan(), wanted.isnan()):
             return f"NaN in {int(got.isnan().sum())} places, wanted {int(wanted.isnan().sum())}"
         got, wanted = got.nan_to_num(), wanted.nan_to_num()
@@ -95,10 +96,10 @@ def checkpoint(seed: int, experts: int, rows: int, channels: int, fmt: str, *, p
 def make_case(
     tokens: int,
     *,
-    experts: int = 12,
-    top_k: int = 3,
+    experts: int = 6,
+    top_k: int = 2,
     hidden: int = 64,
-    inner: int = 32 * 2,
+    inner: int = 64,
     formats: tuple[str, str] = ("nvfp4", "nvfp4"),
     by_table: bool = False,
     bias: bool = True,
@@ -140,3 +141,31 @@ def packed(seed: int, experts: int, rows: int, channels: int, fmt: str, *, parts
     """Return checkpoint(..) packed."""
     codes, scales, factors = checkpoint(seed, experts, rows, channels, fmt, parts=parts, device=device)
     return pack_experts(codes, scales, factors, format=fmt, parts=parts, name="w")
+
+
+def exactness_fault(device: str = "cpu") -> str:
+    """Return a weight that does not come out of the last product as it went in, "" if none: every code, every scale.
+
+    One channel at a time is 1, so that a sum is a weight.
+    """
+    every = torch.arange(16, dtype=torch.uint8, device=device)
+    codes = (every[:, None] | every[None, :] << 4).flatten()[:, None].reshape(8, 32).repeat(16, 1)[None].contiguous()
+    row = torch.arange(128, device=device)[:, None]
+    scales = {
+        "nvfp4": row.clamp(max=126).expand(128, 4),  # subnormals, and 448
+        "mxfp4": (120 - row % 24).expand(128, 2),  # the widest span that is accepted
+    }
+    rows = torch.arange(64, dtype=torch.int32, device=device)
+    active = torch.tensor([1, 0, 0, 0, 0, 0, 64, 0], dtype=torch.int32, device=device)
+    between = torch.eye(64, dtype=torch.float16, device=device)
+    routing = Routing(rows[:, None], rows[:, None].float(), rows[:, None], rows, rows.float(), active, between)
+    constants = {"R": 4, "KS": 1, "RS": 2, "S": 1, "WIDE": 4, "WIDE_S": 1, "RESIDENT": 0, "REGISTERS": 0}
+    for fmt, scale in scales.items():
+        factors = torch.ones(1, 1, device=device) if fmt == "nvfp4" else None
+        packed = pack_experts(codes, scale.to(torch.uint8)[None], factors, format=fmt, parts=1, name="w")
+        got = last_product(routing, between, packed, tile=Tile(constants, num_warps=2)).T
+        wrong = (got != dequantize_experts(packed)[0]).nonzero()
+        if wrong.numel():
+            at = tuple(wrong[0].tolist())
+            return f"{fmt}: {got[at]} for {dequantize_experts(packed)[0][at]} in row and channel {at}"
+    return ""

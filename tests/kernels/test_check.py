@@ -106,6 +106,14 @@ def test_too_much_shared_memory_is_refused():
     assert LIMITS["sm_120"].block_smem == 101_376
 
 
+def test_too_many_instructions_for_a_packed_weight_are_refused():
+    (report,) = gate.check([(dataclasses.replace(PRODUCT, weights_per_product=16 * 16), "sm_120")], cache=None)
+    products = sum(report.tensor.values())
+    assert report.per_weight == pytest.approx(report.loop * 32 / 256 / products, abs=0.01)
+    said = faults(dataclasses.replace(PRODUCT, weights_per_product=4))
+    assert "instructions a weight: at most 10.1, or issue limits the loop" in said
+
+
 def test_one_byte_loads_of_an_unaligned_pointer_are_counted():
     tile = dataclasses.replace(OUTER, signature={**OUTER.signature, "a": "*u8", "b": "*u8", "out": "*u8"})
     (report,) = gate.check([(dataclasses.replace(tile, unaligned=("a", "b")), "sm_120")], cache=None)

@@ -1,0 +1,185 @@
+"""The experts of a decode step at the model's sizes, compiled, against their torch reference on the same device.
+
+    python -m tests.gpu.moe [--device cuda]     from the repository's root; exit code 1 if a case fails
+
+Both formats and a mixture, every tile of the table and others, all kinds of routing, one token to 256, padding, graph
+replay with other inputs in the same buffers, every code under every scale.
+Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parent.parent
+# Tiles of the first and the last product beside those of the table: R, KS, RS, S, WIDE, WIDE_S, RESIDENT, REGISTERS.
+DESIGNS = [
+    ((1, 4, 1, 4, 4, 1, 0, 80), (1, 1, 4, 4, 4, 1, 0, 80)),
+    ((1, 8, 1, 1, 2, 1, 2, 0), (1, 8, 1, 1, 2, 1, 2, 0)),
+    ((2, 2, 2, 2, 8, 1, 1, 0), (2, 2, 2, 2, 8, 1, 1, 0)),
+    ((4, 2, 1, 2, 0, 1, 0, 0), (4, 1, 2, 2, 0, 1, 0, 0)),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of `tokens` tokens and `padding` padding ones through `experts` experts of hidden x inner."""
+
+    tokens: int
+    formats: tuple[str, str] = ("nvfp4", "nvfp4")
+    experts: int = 256
+    hidden: int = 4096
+    inner: int = 512
+    top_k: int = 6
+    padding: int = 0
+    same: bool = False
+    by_table: bool = False
+    is_raw: bool = False
+    design: int | None = None
+
+    def __str__(self) -> str:
+        flags = [name for name in ("same", "by_table", "is_raw") if getattr(self, name)]
+        cut = "" if self.design is None else f" design {self.design}"
+        size = f"{self.experts} x {self.hidden} x {self.inner}"
+        return f"B={self.tokens}+{self.padding} {'/'.join(self.formats)} {size} top {self.top_k} {' '.join(flags)}{cut}"
+
+
+def cases_of(*, small: bool = False) -> list[Case]:
+    """Return all cases; small: few and tiny ones, for the interpreter."""
+    mixture = [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "nvfp4")]
+    if small:
+        return [Case(3, formats, 6, 64, 64, 2, padding=1) for formats in mixture]
+    fewer = {"experts": 64}  # a checkpoint of all is slow to draw
+    return [
+        *(Case(tokens, formats, **fewer) for tokens in (1, 2, 9, 16, 64) for formats in mixture),
+        *(Case(tokens, padding=3) for tokens in (1, 16, 64, 256)),
+        *(Case(tokens, same=True, formats=formats, **fewer) for tokens in (8, 9, 64, 200) for formats in mixture[:2]),
+        Case(64, by_table=True, is_raw=True, padding=5, **fewer),
+        Case(256, is_raw=True, **fewer),
+        *(Case(5, formats, 8, 64, 64, 2) for formats in mixture),
+        *(Case(33, formats, 16, 192, 320, 3) for formats in mixture),
+        Case(64, experts=384, hidden=7168, inner=64, top_k=6),
+        *(
+            Case(tokens, same=same, design=design, **fewer)
+            for design in range(len(DESIGNS))
+            for tokens, same in ((1, False), (16, False), (64, True))
+        ),
+    ]
+
+
+def make(case: Case, device: str, *, seed: int = 0):
+    """Return the case's inputs."""
+    return _module().make_case(
+        case.tokens, experts=case.experts, top_k=case.top_k, hidden=case.hidden, inner=case.inner,
+        formats=case.formats, padding=case.padding, same=case.same, by_table=case.by_table, is_raw=case.is_raw,
+        seed=seed, device=device,
+    )  # fmt: skip
+
+
+def fault_of(case: Case, device: str) -> str:
+    """Return what is wrong, "" if nothing."""
+    made = make(case, device)
+    options = {} if case.design is None else {"tiles": tuple(map(_tile, DESIGNS[case.design]))}
+    if case.is_raw:  # log and exp differ by an ulp between torch and Triton: a near tie may go the other way
+        return str(made.sum_fault(routing=made.route(), **options))
+    fault = str(made.fault(**options))
+    again = made.run(**options), made.run(**options)
+    return fault or ("" if torch.equal(*again) else "two calls give different bits")
+
+
+def replay_fault(device: str) -> str:
+    """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all."""
+    for case in (Case(1, experts=32), Case(16, experts=32, padding=2), Case(64, experts=32)):
+        made, other = make(case, device), make(case, device, seed=1)
+        made.run()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            results = [made.run() for _ in range(3)]
+        for source in (made, other, made):
+            made.x.copy_(source.x)
+            made.scores.copy_(source.scores)
+            graph.replay()
+            wanted = made.run()
+            for out in results:
+                if not torch.equal(out, wanted):
+                    return f"{case}: replay differs by {(out - wanted).abs().max():.2e}"
+    return ""
+
+
+def exactness_fault(device: str) -> str:
+    """Return whether a weight comes out of the last product other than it went in, "" if not."""
+    return str(_module().exactness_fault(device))
+
+
+def _tile(values: tuple[int, ...]):
+    from kernels.tiles import Tile
+
+    names = ("R", "KS", "RS", "S", "WIDE", "WIDE_S", "RESIDENT", "REGISTERS")
+    constants = dict(zip(names, values, strict=True))
+    return Tile(constants, num_warps=constants["KS"] * constants["RS"])
+
+
+def _module():
+    """Import the cases, which are no package, under a name of their own."""
+    name = "moe_cases"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def main() -> int:
+    """Run all cases and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
+    args = parser.parse_args()
+    from kernels.triton_env import INTERPRETED
+
+    if INTERPRETED:
+        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
+        interp = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(interp)
+        interp.repair()
+    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
+    jobs.insert(0, ("every code under every scale", functools.partial(exactness_fault, args.device)))
+    if args.device == "cuda":
+        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
+    faults = 0
+    # Most of the time goes into compiling, one kernel at a time in each process.
+    with _pool(1 if INTERPRETED else args.jobs) as pool:
+        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
+            print(f"{fault or 'ok':<6} moe {name}", flush=True)
+            faults += bool(fault)
+    print(f"{len(jobs)} cases, {faults} failed")
+    return 1 if faults else 0
+
+
+def _run(job: Callable[[], str]) -> str:
+    try:
+        return job()
+    except Exception as error:  # a case that can't run has failed; the others go on
+        return f"{type(error).__name__}: {error}"
+
+
+def _pool(jobs: int) -> concurrent.futures.Executor:
+    if jobs == 1:
+        return concurrent.futures.ThreadPoolExecutor(1)
+    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The decode step's experts on the CPU: their references agree with those of moe.py, on weights read the plain way."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.expert_weights import dequantize_experts
+from kernels.moe import experts_reference
+from kernels.moe_decode import experts_decode
+from kernels.moe_routing import route_tokens
+
+
+def _cases():
+    name = "moe_cases"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    loaded = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+make_case = _cases().make_case
+
+
+@pytest.mark.parametrize("formats", [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("nvfp4", "mxfp4")], ids="-".join)
+@pytest.mark.parametrize("same", [False, True])
+def test_experts_equal_those_of_a_prefill(formats, same):
+    """f16 keeps h to 2^-11."""
+    case = make_case(7, formats=formats, same=same)
+    routed = case.route()
+    wanted = experts_reference(
+        case.x.float(), dequantize_experts(case.w13), dequantize_experts(case.w2), routed.ids.long(), routed.weights,
+        case.limit,
+    )  # fmt: skip
+    assert (case.run() - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+def test_rows_are_sorted_by_expert_then_token_and_padding_has_none():
+    case = make_case(3, bias=False, padding=1)
+    case.scores.copy_(torch.eye(6)[[5, 0, 5, 0]] + torch.eye(6)[[2, 5, 0, 1]] * 0.5 + 0.01)
+    routed = case.route()
+    assert routed.ids.tolist() == [[5, 2], [0, 5], [5, 0], [-1, -1]]
+    assert routed.place.tolist() == [[3, 2], [0, 4], [5, 1], [-1, -1]]
+    assert routed.token.tolist() == [1, 2, 0, 0, 1, 2]
+    assert routed.active[:16].tolist() == [3, 0, 0, 0, 0, 0, 2, 0, 2, 2, 1, 0, 5, 3, 3, 0]
+    assert bool((routed.weights[3] == 0).all())
+
+
+def test_no_tokens_at_all():
+    case = make_case(0)
+    assert case.run().shape == (0, 64)
+    assert int(case.route().active[0]) == 0
+
+
+def test_what_does_not_fit_is_refused():
+    case = make_case(2)
+    with pytest.raises(ValueError, match="wanted E x 2I x H in 2 and E x H x I in 1"):
+        experts_decode(case.route(), case.w2, case.w13, limit=10.0)
+    with pytest.raises(ValueError, match=r"add \(2, 63\)"):
+        experts_decode(case.route(), case.w13, case.w2, limit=10.0, add=torch.zeros(2, 63))
+    with pytest.raises(ValueError, match="limit 0"):
+        experts_decode(case.route(), case.w13, case.w2, limit=0)
+    with pytest.raises(ValueError, match="no bias"):
+        route_tokens(
+            case.x, case.scores, top_k=2, scaling=1.5, bias=torch.zeros(6),
+            table=torch.zeros(5, 2, dtype=torch.int64), token_ids=torch.zeros(2, dtype=torch.int64),
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="7 of them"):
+        route_tokens(case.x, case.scores, top_k=7, scaling=1.5)
