@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +106,8 @@ def running_ray(free_ports) -> Iterator[tuple[str, dict[str, str]]]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2"]
     command += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "false"]
     command += ["--resources", json.dumps({"numa:0": 1, "numa:1": 1}), "--object-store-memory", str(80 << 20)]
+    # else it takes 10002 to 19999 for its workers, and refuses to start if our port is one of them
+    command += ["--min-worker-port", "0", "--max-worker-port", "0"]
     # a short path: sockets lie below it
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         with (Path(folder) / "output").open("wb") as output:
@@ -112,6 +116,7 @@ def running_ray(free_ports) -> Iterator[tuple[str, dict[str, str]]]:
                 [*command, "--temp-dir", folder], env=environ, stdout=output, stderr=subprocess.STDOUT
             )
         try:
+            _await_ray(process, port, Path(folder) / "output")
             yield f"127.0.0.1:{port}", secret
         finally:
             family = psutil.Process(process.pid).children(recursive=True)
@@ -120,6 +125,15 @@ def running_ray(free_ports) -> Iterator[tuple[str, dict[str, str]]]:
             _, left = psutil.wait_procs(family, timeout=5)
             for one in left:
                 one.kill()
+
+
+def _await_ray(process: subprocess.Popen[bytes], port: int, output: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"`ray start` did not come up:\n{output.read_text()}")
 
 
 def test_cluster_joins_a_running_ray_and_leaves_it_running(
