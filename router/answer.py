@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from router.protocol import TokenLogprobs
+from router.tool_calls import ToolCallDelta
+
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -37,11 +40,16 @@ class Usage:
 
 @dataclass(slots=True)
 class Piece:
-    """Text and tokens that one step added to the answer, ready to be shown."""
+    """Text and tokens that one step added to the answer, ready to be shown.
+
+    logprobs: one for each of token_ids, or none at all.
+    """
 
     content: str = ""
     reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class AnswerWriter:

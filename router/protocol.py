@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -55,11 +55,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of every wire message: immutable, named fields, defaults left out."""
 
 
+class Guide(Message, frozen=True, kw_only=True):
+    """What the answer's text must match: the mask of the sampler. Compiled by the router before it is sent.
+
+    grammar: in the syntax of the grammar library, which both sides use (router/guided.py writes it).
+    after_token_id: output token behind which that text begins, such as `</think>`; -1: the first token is its first.
+    """
+
+    grammar: str
+    after_token_id: int = -1
+
+
 class SamplingParams(Message, frozen=True, kw_only=True):
     """How to choose tokens, and when to stop. Validated by the router; carried unchanged to the sampler.
 
     temperature 0 is greedy. top_k 0 is off. `seed` is always set: the router draws one if the client did not.
     Noise depends on (seed, position) alone, so a resumed request goes on with the same samples.
+    num_logprobs: alternatives reported beside each token's log probability; -1: no log probabilities.
     forced_token_ids: a test seam: the first outputs, whatever was sampled; workers refuse it unless seams are open.
     """
 
@@ -76,7 +88,20 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    num_logprobs: int = -1
+    guide: Guide | None = None
     forced_token_ids: tuple[int, ...] = ()
+
+
+class TokenLogprobs(Message, frozen=True, kw_only=True):
+    """Log probabilities by the model itself, before bias, penalties, temperature and masks.
+
+    logprob: of the token that was chosen.   top_ids, top_logprobs: the best of the vocabulary, best first.
+    """
+
+    logprob: float
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
 
 
 class ErrorBody(Message, frozen=True, kw_only=True):
@@ -121,8 +146,16 @@ class ReserveReply(Message, frozen=True, kw_only=True):
     landing: bytes
 
 
+class PrefillBranch(Message, frozen=True, kw_only=True):
+    """One more answer to the same prompt: its own first token, seed and landing, and an id to abort it by."""
+
+    request_id: str
+    seed: int
+    landing: bytes | None = None
+
+
 class PrefillRequest(Message, frozen=True, kw_only=True):
-    """Compute the prompt, sample one token, push the cache into `landing`.
+    """Compute the prompt, sample one token, push the cache into `landing`; the same for every one of `branches`.
 
     landing None: the answer ends with its first token (max_tokens 1), so there is nothing to push.
     """
@@ -133,6 +166,7 @@ class PrefillRequest(Message, frozen=True, kw_only=True):
     landing: bytes | None = None
     num_prior_outputs: int = 0
     timeout_s: float = 600.0
+    branches: list[PrefillBranch] = []
 
 
 class PrefillResult(Message, frozen=True, kw_only=True):
@@ -141,14 +175,17 @@ class PrefillResult(Message, frozen=True, kw_only=True):
     queue_s, compute_s: seconds waiting at this worker, and from first chunk to first token.
     handed_over: bytes of this request's cache went, or will go, into the landing; False means that none ever did
     or will, so the landing may be freed at once.
+    logprobs: if asked for.   branches: one for each branch of the request, in its order.
     """
 
     request_id: str
     token_id: int
+    logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     handed_over: bool = True
     queue_s: float = 0.0
     compute_s: float = 0.0
+    branches: list[PrefillResult] = []
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
@@ -298,12 +335,14 @@ class SequenceOutput(Message, frozen=True, kw_only=True):
     """Tokens of one request in one step. `index` is the output index of the first: prefill's token is 0.
 
     A resumed request counts anew: its `num_prior_outputs` tokens have no index.
+    logprobs: one for each token, if asked for.
     With an error the request is over and no token of it may be trusted beyond those already sent.
     """
 
     request_id: str
     index: int
     token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     finish_reason: FinishReason | None = None
     error: ErrorBody | None = None
 

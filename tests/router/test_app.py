@@ -39,7 +39,7 @@ def test_topology_shows_pairs_workers_and_ranks(cluster):
     assert (worker["role"], worker["state"], worker["leader_pid"]) == ("decode", "ready", 4711)
     assert worker["generation"] == cluster.decodes[0].generation
     assert worker["ranks"][0]["numa"] == {"status": "simulated", "node": 0, "cpus": "0-1", "evidence": ""}
-    assert worker["fingerprints"] == {"model": "model-1", "layout": "layout-1", "protocol": 1}
+    assert worker["fingerprints"] == {"model": "model-1", "layout": "layout-1", "protocol": PROTOCOL_VERSION}
     assert topology["router"]["state"] == "ready"
 
 
