@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from router.protocol import PROTOCOL_VERSION
+
 
 def test_ready_cluster_lists_its_model(cluster):
     models = cluster.http.get("/v1/models").json()
