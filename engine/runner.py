@@ -163,7 +163,9 @@ class ModelRunner:
         seqs = [batch.seqs[batch.sampled[row]] for row in chosen]
         ends = [sum(batch.ragged.spans[batch.sampled[row]]) for row in chosen]
         states = [self.sequences[seq].sampling for seq in seqs]
-        token_ids = self._sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], states, ends)
-        for state, token_id in zip(states, token_ids, strict=True):
-            state.add(token_id)
-        return list(zip(seqs, token_ids, strict=True)), failed
+        choices = self._sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], states, ends)
+        failed += [(seq, choice.error) for seq, choice in zip(seqs, choices, strict=True) if choice.error]
+        made = [(seq, s, choice) for seq, s, choice in zip(seqs, states, choices, strict=True) if not choice.error]
+        for _, state, choice in made:
+            state.add(choice.token_id)
+        return [(seq, choice.token_id) for seq, _, choice in made], failed

@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.sampling import apply_penalties, sample
-from router.protocol import SamplingParams
+from kernels.sampling import apply_penalties, sample, token_logprobs
+from router.protocol import SamplingParams, TokenLogprobs
+
+
+class Choice(NamedTuple):
+    """The next token of one sequence. logprobs: if it asks for them.   error: why there is no token, else ""."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str = ""
 
 
 class SamplingState:
@@ -63,26 +72,43 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[int]:
-        """Return one token id per row of logits [B, V] float32 (finite; left as they are).
+    def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Choice]:
+        """Return a choice per row of logits [B, V] float32 (finite; left as they are).
 
         positions: absolute position of each token being chosen, which keys its noise.
         """
-        logits = self._masked(logits, states)
-        logits = self._penalised(logits, states)
+        adjusted = self._masked(logits, states)
+        adjusted = self._penalised(adjusted, states)
         params = [s.params for s in states]
-        return [
-            int(token)
-            for token in sample(
-                logits,
-                temperature=self._floats([p.temperature for p in params]),
-                top_k=self._ints([p.top_k for p in params]),
-                top_p=self._floats([p.top_p for p in params]),
-                min_p=self._floats([p.min_p for p in params]),
-                seed=self._ints([_as_int64(p.seed) for p in params]),
-                position=self._ints(list(positions)),
-            ).tolist()
-        ]
+        tokens = sample(
+            adjusted,
+            temperature=self._floats([p.temperature for p in params]),
+            top_k=self._ints([p.top_k for p in params]),
+            top_p=self._floats([p.top_p for p in params]),
+            min_p=self._floats([p.min_p for p in params]),
+            seed=self._ints([_as_int64(p.seed) for p in params]),
+            position=self._ints(list(positions)),
+        )
+        logprobs = self._logprobs(logits, tokens, params)
+        return [Choice(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, TokenLogprobs]:
+        """Return log probabilities by row, of the rows that ask. logits: those of the model, unchanged."""
+        rows = [row for row, p in enumerate(params) if p.num_logprobs >= 0]
+        if not rows:
+            return {}
+        num_top = max(params[row].num_logprobs for row in rows)
+        if len(rows) < len(params):
+            logits, tokens = logits[rows], tokens[rows]
+        of_chosen, top_ids, of_top = (t.tolist() for t in token_logprobs(logits, tokens, num_top))
+        return {
+            row: TokenLogprobs(
+                logprob=of_chosen[i],
+                top_ids=top_ids[i][: params[row].num_logprobs],
+                top_logprobs=of_top[i][: params[row].num_logprobs],
+            )
+            for i, row in enumerate(rows)
+        }
 
     def _masked(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         if all(not s.params.logit_bias and s.num_outputs >= s.params.min_tokens for s in states):

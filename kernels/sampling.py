@@ -6,6 +6,8 @@
     else: logits / temperature; keep p >= min_p * max p, the top_k best, and the fewest best whose probability reaches
         top_p (ties to the lower id; the best always stays); then argmax of logits + Gumbel noise
 
+    log probabilities: log-softmax of the logits as they are given; the caller decides which those are
+
 Noise is a hash of (seed, position, token id) alone, in 32-bit integer arithmetic: the same on every device, in every
 batch, and after a resume. NaN logits are the caller's business: check before sampling.
 
@@ -90,6 +92,28 @@ def sample(
     return sample_reference(
         logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position
     )
+
+
+def token_logprobs_reference(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See token_logprobs."""
+    total = logits.logsumexp(-1, keepdim=True)
+    # topk promises no order among equals: as one integer, value above and reversed id below, no two are equal.
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they must tie
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    top_ids = (ordered * 2**32 + (_MASK - ids)).topk(num_top, dim=-1).indices
+    top = logits.gather(1, top_ids) - total
+    return (logits.gather(1, chosen[:, None]) - total)[:, 0], top_ids, top
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log probabilities of the chosen tokens [B], and ids and log probabilities of the best [B, num_top].
+
+    chosen: int64.   The best come first, the lower id first among equals; num_top beyond the vocabulary is cut.
+    """
+    if chosen.shape != logits.shape[:1] or logits.dtype != torch.float32:
+        raise ValueError(f"chosen {tuple(chosen.shape)} for logits {tuple(logits.shape)} of {logits.dtype}")
+    return token_logprobs_reference(logits, chosen, min(num_top, logits.shape[1]))
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:

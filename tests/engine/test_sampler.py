@@ -17,7 +17,7 @@ def state(tokens=(), num_outputs=0, eos=(1,), **params):
 
 
 def choose(logits, *states, positions=None):
-    return Sampler(VOCAB).sample(logits, states, positions or [0] * len(states))
+    return [c.token_id for c in Sampler(VOCAB).sample(logits, states, positions or [0] * len(states))]
 
 
 @pytest.fixture
@@ -104,3 +104,25 @@ def test_everything_biased_away_still_gives_a_token():
     bias = {i: -math.inf for i in range(VOCAB)}
     for temperature in (0.0, 1.0):
         assert choose(torch.zeros(1, VOCAB), state(temperature=temperature, logit_bias=bias)) == [0]
+
+
+def logprobs_of(logits, *states):
+    return [choice.logprobs for choice in Sampler(VOCAB).sample(logits, states, [0] * len(states))]
+
+
+def test_log_probabilities_are_of_the_models_own_logits(falling):
+    """The bias lifts token 9, min_tokens hides token 0, and neither shows in what is reported."""
+    (found,) = logprobs_of(falling, state(logit_bias={9: 100.0}, min_tokens=1, eos=(0,), num_logprobs=3))
+    wanted = torch.log_softmax(falling[0], -1)
+    assert found.logprob == pytest.approx(float(wanted[9]), abs=1e-6)
+    assert found.top_ids == [0, 1, 2]
+    assert found.top_logprobs == pytest.approx(wanted[:3].tolist(), abs=1e-6)
+
+
+def test_each_row_reports_as_many_log_probabilities_as_it_asks_for(falling):
+    none, chosen_only, two = logprobs_of(
+        falling.repeat(3, 1), state(), state(num_logprobs=0), state(num_logprobs=2, logit_bias={5: 100.0})
+    )
+    assert none is None
+    assert chosen_only.top_ids == [] and chosen_only.logprob == pytest.approx(float(falling[0].log_softmax(-1)[0]))
+    assert two.top_ids == [0, 1] and two.logprob == pytest.approx(float(falling[0].log_softmax(-1)[5]))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.sampling import apply_penalties, gumbel_noise, sample
+from kernels.sampling import apply_penalties, gumbel_noise, sample, token_logprobs
 
 VOCAB = 50
 
@@ -154,3 +154,26 @@ def test_logits_given_to_sample_stay_as_they_are(normal):
 def test_rows_and_settings_must_be_as_many(normal):
     with pytest.raises(ValueError, match="top_p of shape"):
         draw(normal(2, VOCAB), top_p=[1.0])
+
+
+def test_log_probabilities_match_float64(normal):
+    logits = normal(6, VOCAB) * 8
+    chosen = torch.arange(6)
+    of_chosen, ids, of_top = token_logprobs(logits, chosen, 5)
+    wanted = torch.log_softmax(logits.double(), -1)
+    # float32 keeps 24 bits of logits below 64: 4e-6 a term, and the sum adds as much again.
+    assert torch.allclose(of_chosen.double(), wanted[chosen, chosen], atol=1e-5)
+    assert torch.allclose(of_top.double(), wanted.sort(descending=True).values[:, :5], atol=1e-5)
+    assert torch.equal(ids, logits.sort(descending=True, stable=True).indices[:, :5])
+
+
+@given(values=st.lists(st.sampled_from([-3.5, -1.0, -0.0, 0.0, 1e-40, 2.0, 3e38]), min_size=1, max_size=40))
+def test_equal_log_probabilities_come_in_order_of_their_ids(values):
+    wanted = sorted(range(len(values)), key=lambda i: (-values[i], i))[:20]
+    _, ids, _ = token_logprobs(torch.tensor([values]), torch.tensor([0]), 20)
+    assert ids[0].tolist() == wanted
+
+
+def test_more_log_probabilities_than_tokens_are_all_of_them():
+    _, ids, of_top = token_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([1]), 20)
+    assert ids.tolist() == [[1, 0]] and of_top.exp().sum() == pytest.approx(1.0)
