@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kv_transfer.landing import Landing
-from router.protocol import NumaBinding, SamplingParams, WorkerState
+from router.protocol import NumaBinding, SamplingParams, TokenLogprobs, WorkerState
 
 NO_MEMORY = "out of memory"
 
@@ -23,11 +23,19 @@ class PlanMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 # ---------------------------------------------------------------- leader -> rank
 
 
+class SequenceBranch(PlanMessage, frozen=True, kw_only=True, array_like=True):
+    """One more answer to a sequence's prompt: where that samples, a token is drawn for `seq` too."""
+
+    seq: int
+    sampling: SamplingParams
+
+
 class SequenceStart(PlanMessage, frozen=True, kw_only=True):
     """A sequence enters: from now on `seq` stands for it. seq numbers are never used twice.
 
     token_ids: the prompt, needed by penalties, then outputs known so far (the last `num_outputs`).
     block_ids: those held now; later ones come with the step that first needs them.
+    branches: they leave with the sequence, which ends with the first token it samples.
     """
 
     seq: int
@@ -36,6 +44,7 @@ class SequenceStart(PlanMessage, frozen=True, kw_only=True):
     sampling: SamplingParams
     token_ids: list[int] = []
     num_outputs: int = 0
+    branches: list[SequenceBranch] = []
 
 
 class SequenceStep(PlanMessage, frozen=True, kw_only=True, array_like=True):
@@ -134,7 +143,9 @@ class RankReady(PlanMessage, frozen=True, kw_only=True):
 
 
 class StepResult(PlanMessage, frozen=True, kw_only=True):
-    """Tokens of step `number`, (seq, token_id) for each sequence that sampled.
+    """Tokens of step `number`, (seq, token_id) for each sequence and branch that sampled.
+
+    logprobs: by sequence or branch, where they were asked for.
 
     failed: sequences whose own computation failed (seq, reason); the others are unharmed. With the reason NO_MEMORY
     nothing has happened to the sequence but that it has its new blocks: the same step may be tried again.
@@ -144,6 +155,7 @@ class StepResult(PlanMessage, frozen=True, kw_only=True):
     number: int
     tokens: list[tuple[int, int]] = []
     failed: list[tuple[int, str]] = []
+    logprobs: list[tuple[int, TokenLogprobs]] = []
 
 
 class PushDone(PlanMessage, frozen=True, kw_only=True):

@@ -16,9 +16,9 @@ import collections
 import dataclasses
 
 from engine.block_allocator import BlockAllocator
-from engine.plan import NO_MEMORY, SequenceStart, SequenceStep, StepPlan, StepResult
+from engine.plan import NO_MEMORY, SequenceBranch, SequenceStart, SequenceStep, StepPlan, StepResult
 from engine.sequence import Sequence
-from router.protocol import FinishReason
+from router.protocol import FinishReason, TokenLogprobs
 
 RETRY_STEPS = 64
 """After how many steps of the others a sequence is tried again for which there was no memory: a try costs a step."""
@@ -30,6 +30,7 @@ class Progress:
 
     token_id: None while a chunk has not reached the last token.   finish_reason or error: it is out of the scheduler.
     is_aborted: it was aborted while the step was under way and is out now.
+    branches: the same of each branch of the sequence, when it has sampled.
     """
 
     sequence: Sequence
@@ -37,6 +38,16 @@ class Progress:
     finish_reason: FinishReason | None = None
     error: str = ""
     is_aborted: bool = False
+    logprobs: TokenLogprobs | None = None
+    branches: tuple[Progress, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What a step's result says, by sequence or branch."""
+
+    tokens: dict[int, int]
+    logprobs: dict[int, TokenLogprobs]
 
 
 class Scheduler:
@@ -131,11 +142,11 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what the ranks answered to `plan`. Nothing is returned of sequences that are delayed."""
-        tokens, failed = dict(result.tokens), dict(result.failed)
+        sampled, failed = _Sampled(dict(result.tokens), dict(result.logprobs)), dict(result.failed)
         self._under_way = set()
         untouched = self._delay(plan, failed)
         return [
-            self._commit(self.running[step.seq], step, tokens.get(step.seq), failed)
+            self._commit(self.running[step.seq], step, sampled, failed)
             for step in plan.steps
             if step.seq not in untouched or step.seq in self._aborted_under_way
         ]
@@ -163,26 +174,39 @@ class Scheduler:
             self._delayed.remove(min(self._delayed))
             self._retry_at = self._number + RETRY_STEPS
 
-    def _commit(self, sequence: Sequence, step: SequenceStep, token_id: int | None, failed: dict[int, str]) -> Progress:
+    def _commit(self, sequence: Sequence, step: SequenceStep, sampled: _Sampled, failed: dict[int, str]) -> Progress:
         if sequence.seq in self._aborted_under_way:
             self._aborted_under_way.remove(sequence.seq)
             self.remove(sequence)
             return Progress(sequence, is_aborted=True)
-        if step.sample and token_id is None and step.seq not in failed:
-            failed[step.seq] = "the ranks returned no token for it"
-        if step.seq in failed:
+        error = self._error(sequence, step, sampled, failed)
+        if error:
             self.remove(sequence)
-            return Progress(sequence, error=failed[step.seq])
+            return Progress(sequence, error=error)
         sequence.num_computed += len(step.token_ids)
-        if token_id is None:
+        if not step.sample:
             return Progress(sequence)
-        forced = sequence.sampling.forced_token_ids
+        branches = tuple(self._append(branch, sampled) for branch in sequence.branches)
+        progress = self._append(sequence, sampled)
+        if progress.finish_reason is not None:
+            self.remove(sequence)
+        return dataclasses.replace(progress, branches=branches) if branches else progress
+
+    def _error(self, sequence: Sequence, step: SequenceStep, sampled: _Sampled, failed: dict[int, str]) -> str:
+        """Return why the step of a sequence has failed, its branches included, else ""."""
+        for each in (sequence, *sequence.branches):
+            if each.seq in failed:
+                return failed[each.seq]
+            if step.sample and each.seq not in sampled.tokens:
+                return "the ranks returned no token for it"
+        return ""
+
+    def _append(self, sequence: Sequence, sampled: _Sampled) -> Progress:
+        token_id, forced = sampled.tokens[sequence.seq], sequence.sampling.forced_token_ids
         if sequence.num_outputs < len(forced):
             token_id = forced[sequence.num_outputs]
         reason = sequence.append(token_id, eos_token_ids=self._eos_token_ids, max_model_len=self._max_model_len)
-        if reason is not None:
-            self.remove(sequence)
-        return Progress(sequence, token_id=token_id, finish_reason=reason)
+        return Progress(sequence, token_id, reason, logprobs=sampled.logprobs.get(sequence.seq))
 
     def _step(self, sequence: Sequence, budget: int) -> SequenceStep:
         start = sequence.num_computed
@@ -209,4 +233,5 @@ def _start(sequence: Sequence) -> SequenceStart:
         sampling=sequence.sampling,
         token_ids=list(sequence.token_ids),
         num_outputs=sequence.num_outputs,
+        branches=[SequenceBranch(seq=branch.seq, sampling=branch.sampling) for branch in sequence.branches],
     )

@@ -16,6 +16,7 @@ class Sequence:
     num_outputs: how many of token_ids count as output (those of an earlier life of the request included).
     num_computed: tokens whose cache rows exist.   promised: blocks promised beyond block_ids.
     router: who wants the answer, see ReserveRequest.
+    branches: more answers to the same prompt, for which only the first token is drawn; they share blocks and slot.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Sequence:
     promised: int = 0
     num_computed: int = 0
     router: str = ""
+    branches: list[Sequence] = dataclasses.field(default_factory=list)
 
     def append(self, token_id: int, *, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Add an output token; return why the sequence is over, None if it goes on."""
