@@ -20,16 +20,18 @@ from kv_transfer.landing import Landing
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Push:
-    """The way of one sequence into one landing."""
+    """The way of one sequence into one landing. request_id: of the answer that goes on there."""
 
     sequence: Sequence
     landing: Landing
+    request_id: str
     ranks_left: set[int]
     num_pushed: int = 0
     has_started: bool = False
     is_last_sent: bool = False
     is_cancelled: bool = False
     is_undelivered: bool = False
+    is_open: bool = True
     error: str = ""
 
 
@@ -51,18 +53,18 @@ class PushTable:
         return any(push.sequence is sequence for push in self._pushes.values())
 
     def of_request(self, request_id: str) -> Push | None:
-        return next((p for p in self._pushes.values() if p.sequence.request_id == request_id), None)
+        return next((p for p in self._pushes.values() if p.request_id == request_id), None)
 
-    def open(self, sequence: Sequence, landing: Landing) -> Push:
+    def open(self, sequence: Sequence, landing: Landing, request_id: str) -> Push:
         """Begin; nothing is written yet."""
-        push = Push(sequence, landing, ranks_left=set(range(self._num_ranks)))
+        push = Push(sequence, landing, request_id, ranks_left=set(range(self._num_ranks)))
         self._pushes[landing.generation, landing.key] = push
         return push
 
     def computed(self, push: Push) -> PushPlan | None:
         """Return what to write after a chunk: the blocks that are full and not pushed. None if there are none."""
         full = push.sequence.num_computed // self._block_tokens
-        if full <= push.num_pushed or push.is_cancelled:
+        if full <= push.num_pushed or push.is_cancelled or not push.is_open:
             return None
         return self._plan(push, last=full)
 
@@ -112,4 +114,5 @@ class PushTable:
         )
 
     def _close(self, push: Push) -> None:
+        push.is_open = False
         del self._pushes[push.landing.generation, push.landing.key]

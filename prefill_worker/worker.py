@@ -42,6 +42,7 @@ from router.protocol import (
     FinishReason,
     LinkReply,
     LinkRequest,
+    PrefillBranch,
     PrefillRequest,
     PrefillResult,
     SequenceOutput,
@@ -58,18 +59,31 @@ LinkCallback = Callable[[LinkReply | errors.RequestError], None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Prefill:
-    """A request whose answer is still owed."""
+class _Answer:
+    """One answer that begins with a prompt: its first token, and the way of the cache into its landing."""
 
     sequence: Sequence
     push: Push | None
+    num_pushes: int = 0
+    unsent: list[PushPlan] = dataclasses.field(default_factory=list)
+    is_aborted: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.sequence.request_id
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Prefill:
+    """A prompt under way, whose result is still owed. answers: of the request itself, then of its branches."""
+
+    sequence: Sequence
+    answers: list[_Answer]
     on_result: PrefillCallback
     accepted_at: float
     deadline: float
     started_at: float | None = None
     num_chunks: int = 0
-    num_pushes: int = 0
-    unsent: list[PushPlan] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -108,7 +122,8 @@ class PrefillWorker:
             eos_token_ids=eos_token_ids,
         )
         self._pushes = PushTable(num_ranks=config.ranks, block_tokens=config.block_size)
-        self._requests: dict[str, _Prefill] = {}
+        self._prefills: dict[int, _Prefill] = {}  # by seq
+        self._requests: dict[str, tuple[_Prefill, _Answer]] = {}  # of those, the answers that are still wanted
         self._held: set[int] = set()  # seq numbers whose blocks and slot are taken
         self._aborted: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._links: list[_Link] = []
@@ -119,11 +134,14 @@ class PrefillWorker:
 
     def accept(self, request: PrefillRequest, on_result: PrefillCallback) -> None:
         """Take a prompt, or raise InvalidRequest, NoCapacity or Aborted. on_result is called once, later."""
+        ids = [request.request_id, *(branch.request_id for branch in request.branches)]
         if request.request_id in self._aborted:
             raise errors.Aborted(f"request {request.request_id} was aborted before it arrived")
-        if request.request_id in self._requests:
-            raise errors.InvalidRequest(f"request_id {request.request_id!r} is here already")
-        landing = self._check(request)
+        for n, request_id in enumerate(ids):
+            if request_id in self._requests or request_id in ids[:n]:
+                raise errors.InvalidRequest(f"request_id {request_id!r} is here already")
+        self._check(request)
+        landings = [self._landing(request, landing) for landing in (request.landing, *_landings(request.branches))]
         if len(self._scheduler.waiting) >= self._config.waiting_ahead:
             raise errors.NoCapacity(f"{len(self._scheduler.waiting)} prompts are waiting here already; ask again later")
         now = self._clock()
@@ -134,21 +152,34 @@ class PrefillWorker:
         except errors.NoCapacity:
             self._blocks.release(block_ids)
             raise
-        sequence = Sequence(
-            request_id=request.request_id,
-            seq=self._next_seq,
-            token_ids=list(request.prompt_token_ids),
-            num_given=num_tokens,
-            num_outputs=request.num_prior_outputs,
-            sampling=request.sampling,
-            block_ids=block_ids,
-            slot=slot,
-        )
-        self._next_seq += 1
+        seeds = [request.sampling.seed, *(branch.seed for branch in request.branches)]
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                seq=self._next_seq + n,
+                token_ids=list(request.prompt_token_ids),
+                num_given=num_tokens,
+                num_outputs=request.num_prior_outputs,
+                sampling=msgspec.structs.replace(request.sampling, seed=seed) if n else request.sampling,
+                block_ids=block_ids,
+                slot=slot,
+            )
+            for n, (request_id, seed) in enumerate(zip(ids, seeds, strict=True))
+        ]
+        sequence = sequences[0]
+        sequence.branches = sequences[1:]
+        self._next_seq += len(sequences)
         self._held.add(sequence.seq)
-        push = self._pushes.open(sequence, landing) if landing is not None else None
-        prefill = _Prefill(sequence, push, on_result, now, now + request.timeout_s)
-        self._requests[request.request_id] = prefill
+        answers = [
+            _Answer(s, None if landing is None else self._pushes.open(sequence, landing, s.request_id))
+            for s, landing in zip(sequences, landings, strict=True)
+        ]
+        prefill = _Prefill(sequence, answers, on_result, now, now + request.timeout_s)
+        self._prefills[sequence.seq] = prefill
+        self._requests |= {answer.request_id: (prefill, answer) for answer in answers}
+        for answer in answers:
+            if answer.request_id in self._aborted:  # before it arrived
+                self._abort(prefill, answer)
         self._at("prefill_queued", prefill, lambda: self._scheduler.add(sequence))
 
     def abort(self, request: AbortRequest) -> AbortReply:
@@ -156,11 +187,12 @@ class PrefillWorker:
         self._aborted[request.request_id] = None
         while len(self._aborted) > _ABORTED_KEPT:
             self._aborted.popitem(last=False)
-        prefill = self._requests.get(request.request_id)
-        if prefill is None:
+        found = self._requests.get(request.request_id)
+        if found is None:
             return AbortReply(known=False, drained=not self._is_writing(request))
-        drained = prefill.push is None or not prefill.push.has_started
-        self._drop(prefill, errors.Aborted(f"request {request.request_id} was aborted"))
+        prefill, answer = found
+        drained = answer.push is None or not answer.push.has_started
+        self._abort(prefill, answer)
         return AbortReply(known=True, drained=drained)
 
     def link(self, request: LinkRequest, on_result: LinkCallback) -> None:
@@ -195,7 +227,7 @@ class PrefillWorker:
         self._num_steps += bool(plan.steps)
         for start in plan.starts:
             sequence = self._scheduler.running[start.seq]
-            self._requests[sequence.request_id].started_at = self._clock()
+            self._prefills[sequence.seq].started_at = self._clock()
         return self.seams.of_step(plan)
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
@@ -222,7 +254,7 @@ class PrefillWorker:
                 raise AssertionError(f"a prefill rank sent {type(message).__name__}")
 
     def tick(self, now: float) -> None:
-        for prefill in list(self._requests.values()):
+        for prefill in list(self._prefills.values()):
             if now >= prefill.deadline:
                 seconds = prefill.deadline - prefill.accepted_at
                 self._drop(
@@ -237,7 +269,7 @@ class PrefillWorker:
         return []
 
     def abort_all(self, reason: str) -> None:
-        for prefill in list(self._requests.values()):
+        for prefill in list(self._prefills.values()):
             self._drop(prefill, errors.WorkerLost(reason))
 
     def router_lost(self, router: str) -> None:
@@ -245,7 +277,7 @@ class PrefillWorker:
 
     @property
     def is_idle(self) -> bool:
-        return not self._requests and not len(self._pushes)
+        return not self._prefills and not len(self._pushes)
 
     def stats(self) -> WorkerStats:
         return WorkerStats(
@@ -267,26 +299,31 @@ class PrefillWorker:
 
     # ------------------------------------------------------------ inner
 
-    def _check(self, request: PrefillRequest) -> Landing | None:
+    def _check(self, request: PrefillRequest) -> None:
         tokens, limit = request.prompt_token_ids, self._plan.max_model_len
         if request.sampling.forced_token_ids and not self._config.test_seams:
             raise errors.InvalidRequest("forced_token_ids: test seams are closed here (test_seams)")
-        most = limit if request.landing is None else limit - 1
+        has_landing = any(landing is not None for landing in (request.landing, *_landings(request.branches)))
+        most = limit - 1 if has_landing else limit
         if not 1 <= len(tokens) <= most:
             raise errors.InvalidRequest(f"prompt_token_ids: {len(tokens)} tokens; must be 1 to {most}")
         if not all(0 <= t < self._vocab_size for t in tokens):
             raise errors.InvalidRequest(f"prompt_token_ids: ids must be 0 to {self._vocab_size - 1}")
         if not all(0 <= t < self._vocab_size for t in request.sampling.logit_bias):
             raise errors.InvalidRequest(f"logit_bias: ids must be 0 to {self._vocab_size - 1}")
-        if request.landing is None:
+
+    def _landing(self, request: PrefillRequest, data: bytes | None) -> Landing | None:
+        """Return the landing in `data`, made for this prompt."""
+        if data is None:
             return None
         try:
-            landing = decode_landing(request.landing)
+            landing = decode_landing(data)
         except msgspec.MsgspecError as e:
             raise errors.InvalidRequest(f"landing: {e}") from e
         layout = self._plan.layout
         if landing.layout != layout.fingerprint():
             raise errors.FingerprintMismatch(f"landing has layout {landing.layout}, this worker {layout.fingerprint()}")
+        tokens = request.prompt_token_ids
         needed = layout.num_blocks_for(len(tokens))
         if landing.num_tokens != len(tokens) or len(landing.block_ids) != needed:
             raise errors.InvalidRequest(
@@ -297,12 +334,11 @@ class PrefillWorker:
 
     def _advance(self, progress: Progress) -> None:
         sequence = progress.sequence
-        prefill = self._requests.get(sequence.request_id)
-        if progress.is_aborted or prefill is None or prefill.sequence is not sequence:
+        prefill = self._prefills.get(sequence.seq)
+        if progress.is_aborted or prefill is None:
             self._settle(sequence)
         elif progress.error:
-            self._answer(prefill, errors.RequestError(f"prefill failed: {progress.error}"))
-            self._stop_pushing(prefill)
+            self._drop(prefill, errors.RequestError(f"prefill failed: {progress.error}"))
         elif progress.token_id is None:
             self._push_computed(prefill)
             prefill.num_chunks += 1
@@ -312,89 +348,96 @@ class PrefillWorker:
             self._finish(prefill, progress)
 
     def _push_computed(self, prefill: _Prefill) -> None:
-        plan = self._pushes.computed(prefill.push) if prefill.push else None
-        if plan is not None:
-            prefill.num_pushes += 1
-            self._send_push("kv_mid", prefill, plan, n=prefill.num_pushes)
+        for answer in prefill.answers:
+            plan = self._pushes.computed(answer.push) if answer.push else None
+            if plan is not None:
+                answer.num_pushes += 1
+                self._send_push("kv_mid", answer, plan, n=answer.num_pushes)
 
-    def _send_push(self, point: Point, prefill: _Prefill, plan: PushPlan, *, n: int = 0) -> None:
+    def _send_push(self, point: Point, answer: _Answer, plan: PushPlan, *, n: int = 0) -> None:
         """Send to the ranks, in order: behind a push that a test holds, the later ones wait too."""
-        prefill.unsent.append(plan)
-        if len(prefill.unsent) == 1:
+        answer.unsent.append(plan)
+        if len(answer.unsent) == 1:
             self.seams.at(
                 point,
-                prefill.sequence.request_id,
-                lambda: self._send_unsent(prefill),
+                answer.request_id,
+                lambda: self._send_unsent(answer),
                 n=n,
-                fail=lambda _: self._send_broken(prefill),
+                fail=lambda _: self._send_broken(answer),
             )
 
-    def _send_broken(self, prefill: _Prefill) -> None:
+    def _send_broken(self, answer: _Answer) -> None:
         """Order a write that will raise (a test seam)."""
-        prefill.unsent = [msgspec.structs.replace(plan, fails=True) for plan in prefill.unsent]
-        self._send_unsent(prefill)
+        answer.unsent = [msgspec.structs.replace(plan, fails=True) for plan in answer.unsent]
+        self._send_unsent(answer)
 
-    def _send_unsent(self, prefill: _Prefill) -> None:
-        plans, prefill.unsent = prefill.unsent, []
-        if prefill.push is not None and not prefill.push.is_cancelled:
+    def _send_unsent(self, answer: _Answer) -> None:
+        plans, answer.unsent = answer.unsent, []
+        if answer.push is not None and not answer.push.is_cancelled:
             for plan in plans:
                 self._send(plan)
 
     def _at(self, point: Point, prefill: _Prefill, go_on: Callable[[], None], *, n: int = 0) -> None:
         """Go on, unless a test holds the request here and it is gone by the time it is let go."""
-        request_id = prefill.sequence.request_id
 
         def still() -> None:
-            if self._requests.get(request_id) is prefill:
+            if self._prefills.get(prefill.sequence.seq) is prefill:
                 go_on()
 
-        self.seams.at(point, request_id, still, n=n)
+        self.seams.at(point, prefill.sequence.request_id, still, n=n)
 
     def _finish(self, prefill: _Prefill, progress: Progress) -> None:
-        assert progress.token_id is not None
-        token_id, reason = progress.token_id, progress.finish_reason
-        self._num_output_tokens += 1
-        if reason is None:
+        steps = (progress, *progress.branches)
+        self._num_output_tokens += len(steps)
+        if progress.finish_reason is None:
             self._scheduler.remove(prefill.sequence)
-        if prefill.push is None:
-            reason = reason or "length"
-        self._at("prefill_done_untold", prefill, lambda: self._conclude(prefill, token_id, reason))
+        self._at("prefill_done_untold", prefill, lambda: self._conclude(prefill, steps))
 
-    def _conclude(self, prefill: _Prefill, token_id: int, reason: FinishReason | None) -> None:
-        now, push = self._clock(), prefill.push
+    def _conclude(self, prefill: _Prefill, steps: tuple[Progress, ...]) -> None:
+        now = self._clock()
         started = prefill.started_at or now
-        result = PrefillResult(
-            request_id=prefill.sequence.request_id,
-            token_id=token_id,
-            finish_reason=reason,
-            handed_over=push is not None and (push.has_started or reason is None),
-            queue_s=started - prefill.accepted_at,
-            compute_s=now - started,
+        results = [_result(answer, step) for answer, step in zip(prefill.answers, steps, strict=True)]
+        result = msgspec.structs.replace(
+            results[0], queue_s=started - prefill.accepted_at, compute_s=now - started, branches=results[1:]
         )
         self._answer(prefill, result)
-        if push is None or reason is not None:
-            self._stop_pushing(prefill)
-            return
-        last = self._pushes.finish(push, token_id)
-        self._send_push("kv_done_unnotified", prefill, last)
+        for answer, one in zip(prefill.answers, results, strict=True):
+            if answer.push is None or answer.is_aborted:
+                continue
+            if one.finish_reason is None:
+                last = self._pushes.finish(answer.push, one.token_id)
+                self._send_push("kv_done_unnotified", answer, last)
+            else:
+                self._cancel(answer.push)
+        self._settle(prefill.sequence)
 
     def _answer(self, prefill: _Prefill, result: PrefillResult | errors.RequestError) -> None:
-        del self._requests[prefill.sequence.request_id]
+        del self._prefills[prefill.sequence.seq]
+        for answer in prefill.answers:
+            self._requests.pop(answer.request_id, None)
         prefill.on_result(result)
+
+    def _abort(self, prefill: _Prefill, answer: _Answer) -> None:
+        """Nobody wants this answer any more; without any other the prompt is not computed further."""
+        answer.is_aborted = True
+        if all(one.is_aborted for one in prefill.answers):
+            self._drop(prefill, errors.Aborted(f"request {prefill.sequence.request_id} was aborted"))
+            return
+        del self._requests[answer.request_id]
+        if answer.push is not None:
+            self._cancel(answer.push)
 
     def _drop(self, prefill: _Prefill, error: errors.RequestError) -> None:
         """Answer with an error and take the sequence out, at once or when its step is committed."""
         self._answer(prefill, error)
         self._scheduler.abort(prefill.sequence)
-        self._stop_pushing(prefill)
-
-    def _stop_pushing(self, prefill: _Prefill) -> None:
-        if prefill.push is not None:
-            self._cancel(prefill.push)
+        for answer in prefill.answers:
+            if answer.push is not None:
+                self._cancel(answer.push)
         self._settle(prefill.sequence)
 
     def _cancel(self, push: Push) -> None:
-        if not push.is_cancelled:
+        if push.is_open and not push.is_cancelled:
             cancel = self._pushes.cancel(push)
             if cancel is not None:
                 self._send(cancel)
@@ -408,10 +451,11 @@ class PrefillWorker:
 
     def _on_push_failed(self, message: PushDone) -> None:
         """A chunk's write failed: the landing can't be completed, so the rest of the prompt is not worth computing."""
-        for prefill in list(self._requests.values()):
-            push = prefill.push
-            if push is not None and (push.landing.generation, push.landing.key) == (message.generation, message.key):
-                self._drop(prefill, errors.TransferFailed(f"writing the cache to decode failed: {message.error}"))
+        for prefill in list(self._prefills.values()):
+            for push in [answer.push for answer in prefill.answers if answer.push is not None]:
+                if (push.landing.generation, push.landing.key) == (message.generation, message.key):
+                    self._drop(prefill, errors.TransferFailed(f"writing the cache to decode failed: {message.error}"))
+                    break
 
     def _is_writing(self, request: AbortRequest) -> bool:
         """Whether writes of a request that has its answer may be under way; they are cancelled."""
@@ -438,3 +482,22 @@ class PrefillWorker:
                         warmup_us=max(r.warmup_us for r in link.replies),
                     )
                 )
+
+
+def _landings(branches: list[PrefillBranch]) -> list[bytes | None]:
+    return [branch.landing for branch in branches]
+
+
+def _result(answer: _Answer, step: Progress) -> PrefillResult:
+    """Return what is told of one answer."""
+    assert step.token_id is not None
+    reason: FinishReason | None = step.finish_reason or ("length" if answer.push is None else None)
+    if answer.is_aborted:
+        reason = "abort"
+    return PrefillResult(
+        request_id=answer.request_id,
+        token_id=step.token_id,
+        logprobs=step.logprobs,
+        finish_reason=reason,
+        handed_over=answer.push is not None and (answer.push.has_started or reason is None),
+    )
