@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answer import AnswerWriter, Piece, Usage, error_event
+from router.answer import AnswerWriter, FinishedChoice, Usage, error_event
 from router.dispatch import Dispatcher, RequestRecord
 from router.errors import ApiError
 from router.metrics import Metrics, Outcome
@@ -32,14 +32,32 @@ SSE_HEADERS = {
 
 @dataclass(slots=True)
 class Job:
-    """Everything that an exchange needs of a request that has been read and found right."""
+    """Everything that an exchange needs of a request that has been read and found right.
 
-    record: RequestRecord
-    pipeline: TextPipeline
+    records, pipelines, usages: one a choice, by its index. `num_choices` choices that follow one another answer the
+    same prompt, and their records share its list of tokens.
+    """
+
+    records: list[RequestRecord]
+    pipelines: list[TextPipeline]
+    usages: list[Usage]
+    num_choices: int
     writer: AnswerWriter
-    usage: Usage
     stream: bool
     shown_id: str
+
+    @property
+    def usage(self) -> Usage:
+        """Return the request's counts so far."""
+        return Usage.total(self.usages)
+
+    @property
+    def record(self) -> RequestRecord:
+        return self.records[0]
+
+    @property
+    def pipeline(self) -> TextPipeline:
+        return self.pipelines[0]
 
 
 class Exchange(Response):
@@ -97,26 +115,23 @@ class Exchange(Response):
                 if job.pipeline.finish_reason is not None:
                     break
         assert job.pipeline.finish_reason is not None
-        await self._send(job.writer.end(job.pipeline.finish_reason, stop_reason=job.pipeline.stop_reason), is_last=True)
+        end = job.writer.end_choice(0, job.pipeline.finish_reason, stop_reason=job.pipeline.stop_reason)
+        await self._send(end + job.writer.end(), is_last=True)
 
     async def _whole(self) -> None:
         job = self._job
-        content: list[str] = []
-        reasoning: list[str] = []
-        token_ids: list[int] = []
+        choice = FinishedChoice()
         async with aclosing(self._dispatcher.generate(job.record)) as outputs:
             last = 0.0
             async for new_ids, finish_reason in outputs:
                 piece = job.pipeline.feed(new_ids, finish_reason)
                 last = self._time_tokens(last, len(piece.token_ids))
-                content.append(piece.content)
-                reasoning.append(piece.reasoning)
-                token_ids += piece.token_ids
+                choice.add(piece)
                 if job.pipeline.finish_reason is not None:
                     break
         assert job.pipeline.finish_reason is not None
-        whole = Piece("".join(content), "".join(reasoning), token_ids)
-        body = job.writer.whole(whole, job.pipeline.finish_reason, stop_reason=job.pipeline.stop_reason)
+        choice.finish_reason, choice.stop_reason = job.pipeline.finish_reason, job.pipeline.stop_reason
+        body = job.writer.whole([choice])
         await self._send_whole(200, body, {"content-type": "application/json"})
 
     def _time_tokens(self, last: float, num_tokens: int) -> float:
@@ -163,8 +178,9 @@ class Exchange(Response):
         metrics.finish(outcome)
         metrics.queue_time.observe(job.record.queue_s)
         # Of every accepted request, whatever became of it: the two totals must follow one rule.
-        metrics.prompt_tokens.inc(job.usage.prompt_tokens)
-        metrics.generation_tokens.inc(job.usage.completion_tokens)
+        usage = job.usage
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.generation_tokens.inc(usage.completion_tokens)
         elapsed = time.monotonic() - job.record.arrived
         if outcome in ("stop", "length"):
             metrics.e2e.observe(elapsed)
@@ -175,8 +191,8 @@ class Exchange(Response):
             job.shown_id,
             outcome,
             elapsed,
-            job.usage.prompt_tokens,
-            job.usage.completion_tokens,
+            usage.prompt_tokens,
+            usage.completion_tokens,
             job.record.num_resumes,
         )
 

@@ -89,25 +89,28 @@ class Intake:
         usage = Usage(prompt_tokens=len(ids))
         shows_ids = bool(fields.return_token_ids) or self._tokenizer is None
         return Job(
-            record=RequestRecord(internal_id, ids, sampling),
-            pipeline=TextPipeline(
-                self._tokenizer,
-                sampling,
-                usage=usage,
-                stops=stops,
-                is_thinking=is_thinking,
-                include_stop=bool(fields.include_stop_str_in_output),
-                skip_special_tokens=fields.skip_special_tokens is not False,
-            ),
+            records=[RequestRecord(internal_id, ids, sampling)],
+            pipelines=[
+                TextPipeline(
+                    self._tokenizer,
+                    sampling,
+                    usage=usage,
+                    stops=stops,
+                    is_thinking=is_thinking,
+                    include_stop=bool(fields.include_stop_str_in_output),
+                    skip_special_tokens=fields.skip_special_tokens is not False,
+                )
+            ],
+            usages=[usage],
+            num_choices=1,
             writer=AnswerWriter(
                 request_id=internal_id,
                 model=self._config.model_name,
                 is_chat=is_chat,
-                usage=usage,
-                prompt_token_ids=ids if shows_ids else None,
+                usages=[usage],
+                prompts=[ids] if shows_ids else (),
                 include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
             ),
-            usage=usage,
             stream=bool(fields.stream),
             shown_id=request.state.request_id,
         )

@@ -61,6 +61,7 @@ def test_tokens_of_prefill_and_decode_are_joined_in_order(cluster, next_tokens):
         "prompt_tokens": 3,
         "completion_tokens": 6,
         "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
