@@ -1,7 +1,8 @@
 """Sampler: one token per row, each by its own SamplingParams.
 
-Order: min_tokens (end-of-sequence and stop ids masked), logit_bias, penalties, then greedy or noisy choice
-(kernels/sampling.py). Counts for penalties are kept per sequence, sparse, and only where a penalty is on.
+Order: logit_bias, min_tokens (end-of-sequence and stop ids masked), penalties, the grammar's mask, then greedy or noisy
+choice (kernels/sampling.py). The mask comes last, so that nothing lifts a token that it forbids. min_tokens yields to
+it where only an end is left. Counts for penalties are kept per sequence, sparse, and only where a penalty is on.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.grammar import GrammarError, GrammarState
 from kernels.sampling import apply_penalties, sample, token_logprobs
 from router.protocol import SamplingParams, TokenLogprobs
+
+# Finite at any temperature, below any logit: a bias of -inf must not rule out what a mask allows.
+_LOWEST = -1e30
 
 
 class Choice(NamedTuple):
@@ -33,10 +40,17 @@ class SamplingState:
     """
 
     def __init__(
-        self, params: SamplingParams, token_ids: Sequence[int], num_outputs: int, *, eos: Sequence[int]
+        self,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        num_outputs: int,
+        *,
+        eos: Sequence[int],
+        grammar: GrammarState | None = None,
     ) -> None:
-        """token_ids: the prompt, then the `num_outputs` known outputs."""
+        """token_ids: the prompt, then the `num_outputs` known outputs.   grammar: of params.guide, past those."""
         self.params = params
+        self.grammar = grammar
         self.num_outputs = num_outputs
         self.has_penalties = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
@@ -58,9 +72,16 @@ class SamplingState:
             self._bias = ids, torch.tensor(list(inside.values()), dtype=torch.float32, device=sampler.device)
         return self._bias
 
+    @property
+    def hides_ends(self) -> bool:
+        """min_tokens is not reached."""
+        return self.num_outputs < self.params.min_tokens
+
     def add(self, token_id: int) -> None:
         """Count a token that was chosen."""
         self.num_outputs += 1
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
         if self.has_penalties:
             self.output_counts[token_id] += 1
 
@@ -77,8 +98,10 @@ class Sampler:
 
         positions: absolute position of each token being chosen, which keys its noise.
         """
-        adjusted = self._masked(logits, states)
+        guides, errors = self._guides(states)
+        adjusted = self._biased(logits, states, guides)
         adjusted = self._penalised(adjusted, states)
+        adjusted = self._guided(adjusted, guides)
         params = [s.params for s in states]
         tokens = sample(
             adjusted,
@@ -90,7 +113,7 @@ class Sampler:
             position=self._ints(list(positions)),
         )
         logprobs = self._logprobs(logits, tokens, params)
-        return [Choice(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
+        return [Choice(token, logprobs.get(row), errors.get(row, "")) for row, token in enumerate(tokens.tolist())]
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, TokenLogprobs]:
         """Return log probabilities by row, of the rows that ask. logits: those of the model, unchanged."""
@@ -110,15 +133,45 @@ class Sampler:
             for i, row in enumerate(rows)
         }
 
-    def _masked(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        if all(not s.params.logit_bias and s.num_outputs >= s.params.min_tokens for s in states):
+    def _guides(self, states: Sequence[SamplingState]) -> tuple[dict[int, NDArray[np.int32]], dict[int, str]]:
+        """Return masks of the rows that have one, and why others have none, by row."""
+        guides: dict[int, NDArray[np.int32]] = {}
+        errors: dict[int, str] = {}
+        for row, state in enumerate(states):
+            if state.grammar is not None:
+                try:
+                    mask = state.grammar.mask()
+                except GrammarError as error:
+                    errors[row] = str(error)
+                else:
+                    if mask is not None:
+                        guides[row] = mask
+        return guides, errors
+
+    def _biased(self, logits: Tensor, states: Sequence[SamplingState], guides: dict[int, NDArray[np.int32]]) -> Tensor:
+        if all(not s.params.logit_bias and not s.hides_ends for s in states):
             return logits
         logits = logits.clone()
-        for row, state in zip(logits, states, strict=True):
+        for row, state in enumerate(states):
             if state.params.logit_bias:
-                row.index_add_(0, *state.bias(self))
-            if state.num_outputs < state.params.min_tokens:
-                row[self._ints([t for t in state.stop_ids if 0 <= t < self.vocab_size])] = -math.inf
+                logits[row].index_add_(0, *state.bias(self))
+            ends = [t for t in state.stop_ids if 0 <= t < self.vocab_size] if state.hides_ends else []
+            if ends and (row not in guides or _allows_others(guides[row], ends)):
+                logits[row, self._ints(ends)] = -math.inf
+        return logits
+
+    def _guided(self, logits: Tensor, guides: dict[int, NDArray[np.int32]]) -> Tensor:
+        """Return logits with everything at -inf that a mask forbids, and what it allows above that."""
+        if not guides:
+            return logits
+        rows = list(guides)
+        words = torch.from_numpy(np.stack(list(guides.values()))).to(self.device)
+        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device)
+        allowed = (bits & 1).bool().flatten(1)[:, : self.vocab_size]
+        if len(rows) == len(logits):
+            return torch.where(allowed, logits.clamp_min(_LOWEST), -math.inf)
+        logits = logits.clone()
+        logits[rows] = torch.where(allowed, logits[rows].clamp_min(_LOWEST), -math.inf)
         return logits
 
     def _penalised(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
@@ -148,6 +201,15 @@ class Sampler:
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _allows_others(mask: NDArray[np.int32], ids: Sequence[int]) -> bool:
+    """The mask allows a token besides `ids`."""
+    mask = mask.copy()
+    bits = mask.view(np.uint32)
+    for i in ids:
+        bits[i // 32] &= ~np.uint32(1 << i % 32)
+    return bool(mask.any())
 
 
 def _as_int64(seed: int) -> int:

@@ -1,0 +1,156 @@
+"""Grammar masks: which tokens a guided answer may go on with, from the library `llguidance`.
+
+Nothing here waits while a step runs: compiling, taking in a token and computing the next mask happen in a thread, from
+the moment they are possible, that is while the leader plans and the device computes; the sampler collects the result.
+The library gives up Python's lock for all of it but its tables of the tokenizer, which take half a second once.
+
+A grammar that can't be compiled, or that meets a limit, fails its own sequence with a reason.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.protocol import Guide
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
+
+NUM_CACHED = 64
+MAX_THREADS = 4
+
+
+class GrammarError(Exception):
+    """Why a guided sequence can't go on; the message is for its client."""
+
+
+class GrammarState:
+    """The guide of one sequence: unguided up to `after_token_id`, then a mask for each token."""
+
+    def __init__(self, grammars: Grammars, guide: Guide, outputs: Sequence[int]) -> None:
+        """outputs: tokens that the answer has already; those behind `after_token_id` must match the grammar."""
+        self._grammars = grammars
+        self._after = guide.after_token_id
+        self._waits = self._after >= 0 and self._after not in outputs
+        known = outputs[outputs.index(self._after) + 1 :] if self._after >= 0 and not self._waits else outputs
+        self._matcher: LLMatcher | None = None
+        self._mask = grammars.submit(self._begin, guide.grammar, () if self._waits else tuple(known))
+
+    def mask(self) -> NDArray[np.int32] | None:
+        """Return the allowed tokens, bit i of word w for token 32 w + i; None: all are. Raises GrammarError."""
+        return None if self._waits else self._mask.result()
+
+    def accept(self, token_id: int) -> None:
+        """Take in a token that was chosen. One that the mask forbids makes the next mask() raise."""
+        if self._waits:
+            self._waits = token_id != self._after
+        else:
+            self._mask = self._grammars.submit(self._advance, self._mask, (token_id,))
+
+    def _begin(self, grammar: str, tokens: tuple[int, ...]) -> NDArray[np.int32]:
+        self._matcher = self._grammars.matcher(grammar)
+        return self._consume(tokens)
+
+    def _advance(self, before: Future[NDArray[np.int32]], tokens: tuple[int, ...]) -> NDArray[np.int32]:
+        before.result()  # it has ended: nothing is accepted before its mask was asked for
+        return self._consume(tokens)
+
+    def _consume(self, tokens: tuple[int, ...]) -> NDArray[np.int32]:
+        matcher = self._matcher
+        assert matcher is not None
+        taken = matcher.try_consume_tokens(list(tokens)) if tokens else 0
+        if taken < len(tokens) and not matcher.is_error():
+            raise GrammarError(f"the grammar does not allow token {tokens[taken]}, output {taken} under it")
+        words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+        if matcher.is_error():
+            raise GrammarError(f"the grammar can't go on: {_first_line(matcher.get_error())}")
+        return words
+
+
+class Grammars:
+    """Compiled grammars of one model folder, and the threads that work on them. Tables are built on first use."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos: Sequence[int]) -> None:
+        """eos: the ids that end an answer, allowed exactly where its grammar may end."""
+        self._file, self._vocab_size, self._eos = tokenizer_file, vocab_size, list(eos)
+        self._compiled: collections.OrderedDict[str, LLMatcher] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def start(self, guide: Guide, outputs: Sequence[int]) -> GrammarState:
+        """Return the state of a sequence with these outputs; see GrammarState."""
+        return GrammarState(self, guide, list(outputs))
+
+    def warm(self) -> None:
+        """Build the tables now: the first guided sequence would make all others wait for it. Raises GrammarError."""
+        with self._lock:
+            self._tokenizer  # noqa: B018
+
+    def submit(self, function: Callable[..., NDArray[np.int32]], *args: object) -> Future[NDArray[np.int32]]:
+        """Run it in a thread; the result raises GrammarError, and nothing else."""
+        return self._threads.submit(_guarded, function, *args)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the start of `grammar`. Raises GrammarError if it can't be compiled."""
+        with self._lock:
+            compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > NUM_CACHED:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        # Imported here: ranks that never see a guide need not have it.
+        from llguidance import LLMatcher, LLParserLimits
+
+        # In units of the library: 20 ms to build, 15 ms a mask, 40 MB of states; a hundred times what schemas need.
+        limits = LLParserLimits(
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=20_000,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(f"the grammar can't be compiled: {_first_line(matcher.get_error())}")
+        return matcher
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="grammar")
+
+    @functools.cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        try:
+            return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos)
+        except Exception as error:  # the library names no type of its own
+            raise GrammarError(f"{self._file.name} of the model can't be used for guided decoding: {error}") from error
+
+
+def _guarded(function: Callable[..., NDArray[np.int32]], *args: object) -> NDArray[np.int32]:
+    try:
+        return function(*args)
+    except GrammarError:
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        log.exception("the grammar library failed")
+        raise GrammarError(f"the grammar library failed: {type(error).__name__}") from error
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0][:300]
