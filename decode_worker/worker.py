@@ -234,6 +234,7 @@ class DecodeWorker:
                     request_id=sequence.request_id,
                     index=len(sequence.token_ids) - 1 - sequence.num_given,
                     token_ids=[progress.token_id],
+                    logprobs=[] if progress.logprobs is None else [progress.logprobs],
                     finish_reason=progress.finish_reason,
                 )
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.plan import SequenceStart, SequenceStep
 from engine.sampler import SamplingState
 from kernels.ragged import RaggedBatch
+from router.protocol import SamplingParams
 
 
 class PlanError(Exception):
@@ -24,13 +25,22 @@ class PlanError(Exception):
 
 @dataclasses.dataclass(slots=True)
 class RunningSequence:
-    """One sequence of this rank. length: tokens in its cache; None until its first step says where it begins."""
+    """One sequence of this rank. length: tokens in its cache; None until its first step says where it begins.
+
+    branches: numbers and sampling states of more answers to its prompt.
+    """
 
     seq: int
     slot: int
     block_ids: list[int]
     sampling: SamplingState
     length: int | None = None
+    branches: tuple[tuple[int, SamplingState], ...] = ()
+
+    @property
+    def samplings(self) -> tuple[tuple[int, SamplingState], ...]:
+        """What draws a token where this sequence samples, each with the number it is drawn for."""
+        return ((self.seq, self.sampling), *self.branches)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +85,13 @@ class RunningSequences:
         if not 0 <= start.slot < self._num_slots:
             raise PlanError(f"sequence {start.seq}: slot {start.slot} of a cache with {self._num_slots}")
         self._check_blocks(start.seq, start.block_ids)
-        state = SamplingState(start.sampling, start.token_ids, start.num_outputs, eos=self._eos)
-        self._running[start.seq] = RunningSequence(start.seq, start.slot, list(start.block_ids), state)
+        self._running[start.seq] = RunningSequence(
+            start.seq,
+            start.slot,
+            list(start.block_ids),
+            self._state(start, start.sampling),
+            branches=tuple((branch.seq, self._state(start, branch.sampling)) for branch in start.branches),
+        )
 
     def end(self, seq: int) -> None:
         """Forget a sequence. Raises PlanError if it is not running."""
@@ -126,6 +141,9 @@ class RunningSequences:
         for step in steps:
             self[step.seq].length = step.start
         return [msgspec.structs.replace(step, new_block_ids=[]) for step in steps]
+
+    def _state(self, start: SequenceStart, sampling: SamplingParams) -> SamplingState:
+        return SamplingState(sampling, start.token_ids, start.num_outputs, eos=self._eos)
 
     def _check_blocks(self, seq: int, block_ids: Sequence[int]) -> None:
         bad = [b for b in block_ids if not 0 <= b < self._num_blocks]

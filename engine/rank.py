@@ -168,8 +168,16 @@ class RankProcess:
             case messages.StepPlan():
                 if self._logits_log is not None:
                     self._logits_log.on_plan(message)
-                tokens, failed = self._runner.run(message)
-                self.send(messages.StepResult(rank=self._rank, number=message.number, tokens=tokens, failed=failed))
+                tokens, failed, logprobs = self._runner.run(message)
+                self.send(
+                    messages.StepResult(
+                        rank=self._rank,
+                        number=message.number,
+                        tokens=tokens,
+                        failed=failed,
+                        logprobs=list(logprobs) if self._rank == 0 else [],
+                    )
+                )
             case messages.PumpHint():
                 self._open_landings = message.open_landings
             case messages.Shutdown():

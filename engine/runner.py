@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +29,23 @@ from engine.model.model import DeepSeekV4
 from engine.model.weights import load_weights
 from engine.plan import NO_MEMORY, SequenceStep, StepPlan
 from engine.rollback import Rollback
-from engine.sampler import Sampler
+from engine.sampler import Sampler, SamplingState
+from router.protocol import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Outcome(NamedTuple):
+    """What a plan has brought, by the numbers of sequences and branches.
+
+    tokens: (seq, token id) of those that sampled.   failed: (seq, reason).   logprobs: of those that ask for them.
+    """
+
+    tokens: list[tuple[int, int]]
+    failed: list[tuple[int, str]]
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
 
 
 class ModelRunner:
@@ -75,8 +88,8 @@ class ModelRunner:
         self._model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
-        """Carry out a plan; return (seq, token id) of those that sampled and (seq, reason) of those that failed.
+    def run(self, plan: StepPlan) -> Outcome:
+        """Carry out a plan.
 
         Ends leave first, then starts enter, then steps run. A failed sequence stays until the plan that ends it; one
         that failed for NO_MEMORY is as it was before the plan.
@@ -90,7 +103,7 @@ class ModelRunner:
         refused = {seq for seq, _ in failed}
         steps = [s for s in plan.steps if s.seq not in refused]
         if not steps:
-            return [], failed
+            return Outcome([], failed)
         if self._model is None:
             raise RuntimeError("the model is not loaded: call load() before run()")
         fault: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -100,8 +113,8 @@ class ModelRunner:
             rollback = Rollback(self.cache)
             try:
                 with fault:
-                    tokens, unsound = self._step(self._model, steps, rollback)
-                return tokens, failed + unsound
+                    outcome = self._step(self._model, steps, rollback)
+                return outcome._replace(failed=failed + outcome.failed)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -111,12 +124,10 @@ class ModelRunner:
             fault = contextlib.nullcontext()
             steps = self.sequences.unpack(steps)
             failed.append((steps.pop().seq, NO_MEMORY))
-        return [], failed
+        return Outcome([], failed)
 
-    def _step(
-        self, model: DeepSeekV4, steps: list[SequenceStep], rollback: Rollback
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
-        """Run steps and return tokens and failures, or raise what is_out_of_memory knows; see Rollback."""
+    def _step(self, model: DeepSeekV4, steps: list[SequenceStep], rollback: Rollback) -> Outcome:
+        """Run steps, or raise what is_out_of_memory knows; see Rollback."""
         batch = self.sequences.pack(steps, self.device)
         rollback.keep(batch)
         streams = model.forward(batch.token_ids, batch.ragged, self.cache)
@@ -126,8 +137,8 @@ class ModelRunner:
             for seq, fine in zip(batch.seqs, is_finite, strict=True)
             if not fine
         ]
-        tokens, unsound = self._sample(model, streams, batch, is_finite)
-        return tokens, failed + unsound
+        outcome = self._sample(model, streams, batch, is_finite)
+        return outcome._replace(failed=failed + outcome.failed)
 
     def _finite_sequences(self, streams: Tensor, batch: Batch) -> list[bool]:
         bad = (~streams.isfinite().flatten(1).all(1)).long()
@@ -138,34 +149,42 @@ class ModelRunner:
             .tolist()
         ]
 
-    def _sample(
-        self, model: DeepSeekV4, streams: Tensor, batch: Batch, is_finite: list[bool]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
-        """Return tokens and failures of the sequences that sample."""
+    def _sample(self, model: DeepSeekV4, streams: Tensor, batch: Batch, is_finite: list[bool]) -> Outcome:
+        """Draw the tokens of the sequences that sample, and of their branches."""
         if not batch.sampled:
-            return [], []
+            return Outcome([], [])
         logits = model.logits(streams[batch.last_rows])
         sound = logits.isfinite().all(1).tolist()
-        chosen: list[int] = []
         failed: list[tuple[int, str]] = []
+        rows: list[int] = []
+        ends: list[int] = []
+        drawn: list[tuple[int, SamplingState]] = []
         for row, index in enumerate(batch.sampled):
-            seq, (start, length) = batch.seqs[index], batch.ragged.spans[index]
+            seq, end = batch.seqs[index], sum(batch.ragged.spans[index])
             if self.on_logits is not None:
-                self.on_logits(seq, start + length - 1, logits[row])
+                self.on_logits(seq, end - 1, logits[row])
             if not is_finite[index]:
                 continue
-            if sound[row]:
-                chosen.append(row)
-            else:
-                failed.append((seq, f"the logits at position {start + length - 1} are not finite"))
-        if not chosen:
-            return [], failed
-        seqs = [batch.seqs[batch.sampled[row]] for row in chosen]
-        ends = [sum(batch.ragged.spans[batch.sampled[row]]) for row in chosen]
-        states = [self.sequences[seq].sampling for seq in seqs]
-        choices = self._sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], states, ends)
-        failed += [(seq, choice.error) for seq, choice in zip(seqs, choices, strict=True) if choice.error]
-        made = [(seq, s, choice) for seq, s, choice in zip(seqs, states, choices, strict=True) if not choice.error]
-        for _, state, choice in made:
+            if not sound[row]:
+                failed.append((seq, f"the logits at position {end - 1} are not finite"))
+                continue
+            samplings = self.sequences[seq].samplings
+            rows += [row] * len(samplings)
+            ends += [end] * len(samplings)
+            drawn += samplings
+        if not drawn:
+            return Outcome([], failed)
+        choices = self._sampler.sample(
+            logits if rows == list(range(len(logits))) else logits[rows], [state for _, state in drawn], ends
+        )
+        tokens: list[tuple[int, int]] = []
+        logprobs: list[tuple[int, TokenLogprobs]] = []
+        for (seq, state), choice in zip(drawn, choices, strict=True):
+            if choice.error:
+                failed.append((seq, choice.error))
+                continue
             state.add(choice.token_id)
-        return [(seq, choice.token_id) for seq, _, choice in made], failed
+            tokens.append((seq, choice.token_id))
+            if choice.logprobs is not None:
+                logprobs.append((seq, choice.logprobs))
+        return Outcome(tokens, failed, logprobs)

@@ -461,7 +461,7 @@ class Colocated:
             )
         )
         while (plan := scheduler.schedule()) is not None:
-            sampled, failed = self._runner.run(plan)
+            sampled, failed, _ = self._runner.run(plan)
             assert not failed
             tokens += [token for _, token in sampled]
             scheduler.commit(plan, messages.StepResult(rank=0, number=plan.number, tokens=sampled))

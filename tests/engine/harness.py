@@ -89,7 +89,7 @@ class Side:
             self._running[step.seq].length = step.start + len(step.token_ids)
         plan = StepPlan(number=self._plan, starts=list(starts), steps=list(steps), ends=list(ends))
         self.runner.on_logits = self._keep
-        tokens, failed = self.runner.run(plan)
+        tokens, failed, _ = self.runner.run(plan)
         for seq, token in tokens:
             self._running[seq].tokens.append(token)
         for seq, reason in failed:

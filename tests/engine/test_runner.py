@@ -31,7 +31,7 @@ def step(seq, begin, tokens, *, sample=True):
 def test_golden_first_token_comes_out_of_one_plan(runner, oracle):
     golden = oracle.golden("tiny")
     prompt = golden["prompt_64"].tolist()
-    tokens, failed = runner.run(StepPlan(number=1, starts=[start(1)], steps=[step(1, 0, prompt)]))
+    tokens, failed, _ = runner.run(StepPlan(number=1, starts=[start(1)], steps=[step(1, 0, prompt)]))
     assert tokens == [(1, int(golden["gen_64"][0]))]
     assert failed == []
 
@@ -43,9 +43,9 @@ def test_ends_make_room_for_starts_of_the_same_plan(runner):
 
 
 def test_a_plan_without_steps_changes_who_runs_only(runner):
-    assert runner.run(StepPlan(number=1, starts=[start(3)])) == ([], [])
+    assert runner.run(StepPlan(number=1, starts=[start(3)])) == ([], [], ())
     assert len(runner.sequences) == 1
-    assert runner.run(StepPlan(number=2, ends=[3])) == ([], [])
+    assert runner.run(StepPlan(number=2, ends=[3])) == ([], [], ())
 
 
 def test_only_sequences_that_sample_get_tokens(runner):
@@ -54,14 +54,14 @@ def test_only_sequences_that_sample_get_tokens(runner):
         starts=[start(1), start(2, slot=1, blocks=(1,))],
         steps=[step(1, 0, [5, 6, 7], sample=False), step(2, 0, [8])],
     )
-    tokens, _ = runner.run(plan)
+    tokens, *_ = runner.run(plan)
     assert [seq for seq, _ in tokens] == [2]
 
 
 def test_on_logits_sees_the_last_position_and_the_row_that_was_sampled(runner):
     seen = []
     runner.on_logits = lambda seq, position, logits: seen.append((seq, position, logits.clone()))
-    tokens, _ = runner.run(StepPlan(number=1, starts=[start(4)], steps=[step(4, 0, [5, 6, 7])]))
+    tokens, *_ = runner.run(StepPlan(number=1, starts=[start(4)], steps=[step(4, 0, [5, 6, 7])]))
     ((seq, position, logits),) = seen
     assert (seq, position) == (4, 2)
     assert logits.dtype == torch.float32
@@ -74,7 +74,7 @@ def test_a_token_outside_the_vocabulary_fails_its_sequence_alone(runner):
         starts=[start(1), start(2, slot=1, blocks=(1,))],
         steps=[step(1, 0, [5, 384]), step(2, 0, [8])],
     )
-    tokens, failed = runner.run(plan)
+    tokens, failed, _ = runner.run(plan)
     assert [seq for seq, _ in tokens] == [2]
     assert failed == [(1, "token id 384 is outside the vocabulary of 384")]
 
@@ -82,7 +82,7 @@ def test_a_token_outside_the_vocabulary_fails_its_sequence_alone(runner):
 def test_nan_in_a_chunk_that_does_not_sample_is_reported_at_once(runner):
     """A decode-shaped sequence whose cache never arrived: everything it reads is poison."""
     plan = StepPlan(number=1, starts=[start(1, blocks=(0, 1))], steps=[step(1, 200, [5, 6], sample=False)])
-    tokens, failed = runner.run(plan)
+    tokens, failed, _ = runner.run(plan)
     assert tokens == []
     assert [seq for seq, _ in failed] == [1]
     assert "not finite" in failed[0][1]
@@ -102,7 +102,7 @@ def test_infinite_logits_fail_the_sequence_and_name_the_position(runner, monkeyp
         starts=[start(1), start(2, slot=1, blocks=(1,))],
         steps=[step(1, 0, [5, 6]), step(2, 0, [8])],
     )
-    tokens, failed = runner.run(plan)
+    tokens, failed, _ = runner.run(plan)
     assert [seq for seq, _ in tokens] == [2]
     assert failed == [(1, "the logits at position 1 are not finite")]
 
@@ -111,7 +111,7 @@ def test_sampled_tokens_enter_the_penalty_counts(runner):
     """With a huge presence penalty no token comes twice, whether prefill drew it or decode did."""
     params = SamplingParams(max_tokens=9, temperature=0.0, presence_penalty=1000.0)
     known = [5, 6, 7, 11]
-    tokens, _ = runner.run(
+    tokens, *_ = runner.run(
         StepPlan(
             number=1,
             starts=[start(1, sampling=params, token_ids=known, num_outputs=1)],
@@ -120,7 +120,7 @@ def test_sampled_tokens_enter_the_penalty_counts(runner):
     )
     seen = {11, tokens[0][1]}
     for i in range(20):
-        tokens, _ = runner.run(StepPlan(number=2 + i, steps=[step(1, 4 + i, [tokens[0][1]])]))
+        tokens, *_ = runner.run(StepPlan(number=2 + i, steps=[step(1, 4 + i, [tokens[0][1]])]))
         assert tokens[0][1] not in seen
         seen.add(tokens[0][1])
 
