@@ -20,6 +20,7 @@ Format: model card of DeepSeek-V4, `encoding`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -65,33 +66,23 @@ class ChatMessage(msgspec.Struct):
     prefix: bool | None = None
 
 
+@dataclass(slots=True)
 class _Turn:
-    """The messages of one turn. parts: (tool_call_id or None, text).   functions, schema: what it tells the model."""
+    """The messages of one turn. parts: (tool_call_id or None, text).   where, tools_field: its names in the request.
 
-    __slots__ = (
-        "call_order",
-        "calls",
-        "functions",
-        "parts",
-        "reasoning",
-        "role",
-        "schema",
-        "task",
-        "tools_field",
-        "where",
-    )
+    functions, schema: what it tells the model.   call_order: place of each tool_call_id among the calls answered here.
+    """
 
-    def __init__(self, role: str, where: str, parts: list[tuple[str | None, str]]) -> None:
-        self.role = role
-        self.where = where
-        self.parts = parts
-        self.functions: list[Function] = []
-        self.tools_field = f"{where}.tools"
-        self.schema = ""
-        self.reasoning = ""
-        self.calls = ""
-        self.call_order: dict[str, int] = {}
-        self.task: str | None = None
+    role: str
+    where: str
+    parts: list[tuple[str | None, str]]
+    call_order: dict[str, int]
+    functions: list[Function] = field(default_factory=list)
+    tools_field: str = ""
+    schema: str = ""
+    reasoning: str = ""
+    calls: str = ""
+    task: str | None = None
 
     @property
     def is_user(self) -> bool:
@@ -138,10 +129,12 @@ def encode_chat(
 ) -> str:
     """Return the prompt of a conversation.
 
-    texts: the model's fixed texts; None refuses what needs one.   tools, response_format: as in the request, if the model
-    is to be told of them.   effort: how much to think, if `thinking`: the answer then opens with `<think>`.
-    drop_thinking: leave out reasoning before the last user turn.   add_generation_prompt: open the answer to a user turn
-    at the end.   continue_final_message: leave an assistant turn at the end open.
+    texts: the model's fixed texts; None refuses what needs one.
+    tools, response_format: as in the request, if the model is to be told of them.
+    effort: how much to think, if `thinking`: the answer then opens with `<think>`.
+    drop_thinking: leave out reasoning before the last user turn.
+    add_generation_prompt: open the answer to a user turn at the end.
+    continue_final_message: leave an assistant turn at the end open.
     Raises InvalidRequest naming the field at fault.
     """
     if not messages:
@@ -210,21 +203,19 @@ def _merge_turns(messages: Sequence[ChatMessage], texts: EncodingTexts, names: s
                 turn = last
                 turn.parts.append(part)
             else:
-                turn = _Turn("user", where, [part])
-                turn.call_order = call_order
-                turns.append(turn)
+                turns.append(turn := _Turn("user", where, [part], call_order))
         else:
-            turn = _Turn(role, where, [(None, text)])
-            turns.append(turn)
+            turns.append(turn := _Turn(role, where, [(None, text)], call_order))
         if message.task is not None:
             turn.task, turn.where = message.task, where
         if message.tools:
             if role not in ("system", "developer"):
-                field = f"{where}.tools"
+                named = f"{where}.tools"
                 raise InvalidRequest(
-                    f"{field}: a {role} message can't define tools, only system and developer", param=field
+                    f"{named}: a {role} message can't define tools, only system and developer", param=named
                 )
-            turn.functions = read_functions(message.tools, param=f"{where}.tools", names=names)
+            turn.tools_field = f"{where}.tools"
+            turn.functions = read_functions(message.tools, param=turn.tools_field, names=names)
         if role == "assistant":
             turn.reasoning = message.reasoning_content or message.reasoning or ""
             if message.tool_calls:
@@ -244,7 +235,7 @@ def _lead_turn(turns: list[_Turn]) -> _Turn:
         for turn in opening:
             if turn.role == role:
                 return turn
-    turns.insert(0, _Turn("system", "messages", [(None, "")]))
+    turns.insert(0, _Turn("system", "messages", [(None, "")], {}))
     return turns[0]
 
 
