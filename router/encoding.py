@@ -167,10 +167,12 @@ class _Unreadable(Exception):
 def _module_constants(path: Path) -> tuple[dict[str, Constant], dict[str, str]]:
     """Return the module's texts, and why other constants aren't; the last assignment of a name counts."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ValueError(f"{path}: {size} bytes, at most {MAX_FILE_BYTES} are read; this is no encoding module")
-        source = path.read_bytes()
+        with path.open("rb") as file:
+            source = file.read(MAX_FILE_BYTES + 1)
+        if len(source) > MAX_FILE_BYTES:
+            raise ValueError(f"{path}: more than {MAX_FILE_BYTES} bytes; this is no encoding module")
+        if b"\0" in source:
+            raise ValueError(f"{path}: not Python: it has null bytes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's file, not ours to complain about
             module = ast.parse(source, filename=str(path))
