@@ -7,6 +7,7 @@ decodes the bytes incrementally, so the joined pieces always equal the decoding 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,18 +106,23 @@ class StopHolder:
     there, the longest is cut. So the result does not depend on how the text was cut into pieces.
     """
 
-    __slots__ = ("_held", "_keep", "_stops", "matched")
+    __slots__ = ("_begins", "_held", "_keep", "_longest", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        # Most pieces have no character that any stop string begins with, and are through at once.
+        self._begins = re.compile("|".join({re.escape(stop[0]) for stop in self._stops}) or r"(?!)").search
         self._keep = include_stop
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """Return the text that is now certain. After a match (`matched` is set) nothing more comes."""
-        if self.matched is not None or not self._stops:
-            return text if self.matched is None else ""
+        if self.matched is not None:
+            return ""
+        if not self._held and self._begins(text) is None:
+            return text
         # A match can't begin before the held text: it is the longest suffix that begins a stop string.
         text = self._held + text
         best: tuple[int, int, str] | None = None
@@ -138,8 +144,9 @@ class StopHolder:
         return held
 
     def _num_held(self, text: str) -> int:
-        for length in range(min(len(text), max(map(len, self._stops)) - 1), 0, -1):
+        for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
+            for stop in self._stops:
+                if stop.startswith(tail) and len(stop) > length:
+                    return length
         return 0
