@@ -28,8 +28,8 @@ from msgspec import UNSET, UnsetType
 
 from router.encoding import EncodingTexts
 from router.errors import InvalidRequest
-from router.past_calls import DSML, ToolCall, render_calls
-from router.reasoning import THINK_CLOSE, THINK_OPEN
+from router.past_calls import ToolCall, render_calls
+from router.reasoning import DSML, THINK_CLOSE, THINK_OPEN
 from router.tools import Function, read_functions, to_json
 
 BOS = "<｜begin▁of▁sentence｜>"

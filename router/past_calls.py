@@ -18,9 +18,8 @@ import msgspec
 
 from router.encoding import EncodingTexts
 from router.errors import InvalidRequest
-from router.tools import check_name, to_json
-
-DSML = "｜DSML｜"
+from router.reasoning import DSML
+from router.tools import to_json
 
 
 class FunctionCall(msgspec.Struct):
@@ -41,17 +40,12 @@ def render_calls(calls: Sequence[ToolCall], where: str, texts: EncodingTexts) ->
         field = f"{where}.tool_calls[{n}].function"
         lines = []
         for key, value in _arguments(call, f"{field}.arguments").items():
-            if '"' in key or "\n" in key:
-                raise InvalidRequest(
-                    f"{field}.arguments: the key {key[:60]!r} must not contain quotes or line ends",
-                    param=f"{field}.arguments",
-                )
             is_text = isinstance(value, str)
             shown = value if is_text else to_json(value, f"{field}.arguments")
             lines.append(
                 f'<{DSML}parameter name="{key}" string="{"true" if is_text else "false"}">{shown}</{DSML}parameter>'
             )
-        name = check_name(call.function.name, f"{field}.name")
+        name = call.function.name
         blocks.append(
             texts.render("tool_call_template", param=field, dsml_token=DSML, name=name, arguments="\n".join(lines))
         )

@@ -11,7 +11,7 @@ from router.errors import InvalidRequest, Unsupported
 
 MAX_NAME_CHARS = 256
 # What would end or break an attribute of the markup that calls are written in.
-BREAKS_MARKUP = re.compile(r'["<>｜\x00-\x1f\x7f-\x9f\u2028\u2029]')
+_BREAKS_MARKUP = re.compile(r'["<>｜\x00-\x1f\x7f-\x9f\u2028\u2029]')
 
 
 class Function(NamedTuple):
@@ -41,22 +41,6 @@ def read_functions(
     return functions
 
 
-def check_name(name: Any, where: str) -> str:
-    """Return `name` if the call markup can carry it. Raises InvalidRequest naming `where`."""
-    if not isinstance(name, str) or not name.strip():
-        found = "white space" if isinstance(name, str) and name else _kind(name) if name != "" else "an empty text"
-        raise InvalidRequest(f"{where}: must be a name, found {found}", param=where)
-    if len(name) > MAX_NAME_CHARS:
-        raise InvalidRequest(f"{where}: {len(name)} characters, at most {MAX_NAME_CHARS} are allowed", param=where)
-    if name != name.strip() or BREAKS_MARKUP.search(name):
-        raise InvalidRequest(
-            f"{where}: {name!r} must not contain quotes, angle brackets, full-width bars, line ends or control "
-            "characters, nor begin or end with white space",
-            param=where,
-        )
-    return name
-
-
 def to_json(value: Any, where: str) -> str:
     """Return `value` as the model's encoding writes JSON: one line, `", "` and `": "`, non-ASCII as it is."""
     try:
@@ -75,7 +59,7 @@ def _read_function(tool: Any, where: str) -> Function:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{where}: must be an object with a name, found {_kind(function)}", param=where)
-    name = check_name(function.get("name"), f"{where}.name")
+    name = _check_name(function.get("name"), f"{where}.name")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         found = _kind(parameters)
@@ -83,6 +67,22 @@ def _read_function(tool: Any, where: str) -> Function:
             f"{where}.parameters: must be a JSON schema (an object), found {found}", param=f"{where}.parameters"
         )
     return Function(name, parameters or {}, to_json(function, where))
+
+
+def _check_name(name: Any, where: str) -> str:
+    """Return `name` if the call markup can carry it. Raises InvalidRequest naming `where`."""
+    if not isinstance(name, str) or not name.strip():
+        found = "white space" if isinstance(name, str) and name else _kind(name) if name != "" else "an empty text"
+        raise InvalidRequest(f"{where}: must be a name, found {found}", param=where)
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"{where}: {len(name)} characters, at most {MAX_NAME_CHARS} are allowed", param=where)
+    if name != name.strip() or _BREAKS_MARKUP.search(name):
+        raise InvalidRequest(
+            f"{where}: {name!r} must not contain quotes, angle brackets, full-width bars, line ends or control "
+            "characters, nor begin or end with white space",
+            param=where,
+        )
+    return name
 
 
 def _kind(value: Any) -> str:
