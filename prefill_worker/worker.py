@@ -135,7 +135,7 @@ class PrefillWorker:
     def accept(self, request: PrefillRequest, on_result: PrefillCallback) -> None:
         """Take a prompt, or raise InvalidRequest, NoCapacity or Aborted. on_result is called once, later."""
         ids = [request.request_id, *(branch.request_id for branch in request.branches)]
-        if request.request_id in self._aborted:
+        if all(request_id in self._aborted for request_id in ids):
             raise errors.Aborted(f"request {request.request_id} was aborted before it arrived")
         for n, request_id in enumerate(ids):
             if request_id in self._requests or request_id in ids[:n]:

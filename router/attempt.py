@@ -10,24 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from router import protocol
 from router.client import WorkerError, WorkerUnreachable
 from router.inbox import Inbox
-from router.protocol import AbortReply, AbortRequest, FinishReason, SamplingParams
+from router.protocol import AbortReply, AbortRequest, FinishReason, SamplingParams, TokenLogprobs
 from router.registry import Registry
+from router.shared_prefill import SharedPrefill
 from router.workers import Pair, Worker
 
 log = logging.getLogger("isthmus.router")
 
 ABORT_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0)
-BUSY_PREFILL_WAIT_S = 0.1
 
 T = TypeVar("T")
+
+
+class Tokens(NamedTuple):
+    """What an attempt brought next. finish_reason: with the last.   logprobs: one a token, if asked for."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +91,8 @@ class Attempt:
         self._needs_decode = sampling.max_tokens - num_prior_outputs > 1
         self._landing: bytes | None = None
         self._handed_over = self._has_landed = False
-        self._is_released = False
+        self.is_released = False
+        self.prefill = SharedPrefill([self])
         self._inbox = Inbox()
         pair.decode.inboxes[request_id] = self._inbox
         pair.prefill.inboxes[request_id] = self._inbox
@@ -119,32 +128,25 @@ class Attempt:
             raise
         self._stage = "reserved"
 
-    async def first(self) -> tuple[list[int], FinishReason | None]:
+    async def first(self) -> Tokens:
         """Return output token 0 from prefill. Raises WorkerError."""
-        request = protocol.PrefillRequest(
-            request_id=self.request_id,
-            prompt_token_ids=self._prompt,
-            sampling=self._sampling,
-            landing=self._landing,
-            num_prior_outputs=self._num_prior,
-            timeout_s=self._timeouts.prefill_s,
-        )
         try:
             async with asyncio.timeout(self._timeouts.prefill_s):
-                result = await self._prefill(request)
+                result = await self._unless_lost(self.prefill.result(self))
         except TimeoutError:
             raise PhaseTimeout("prefill", self._timeouts.prefill_s) from None
         self._handed_over = result.handed_over and self._landing is not None
         self.queue_s, self.compute_s = result.queue_s, result.compute_s
-        self._leave_prefill()
+        self.leave_prefill()
         if result.finish_reason in ("abort", "error"):
             raise WorkerError("aborted", f"{self.pair.prefill.url} gave up the request: {result.finish_reason}")
         self._next_index += 1
         is_last = result.finish_reason is not None or not self._needs_decode
         self._stage = "decoding" if self._needs_decode else "over"
-        return [result.token_id], result.finish_reason or ("length" if is_last else None)
+        logprobs = () if result.logprobs is None else (result.logprobs,)
+        return Tokens([result.token_id], result.finish_reason or ("length" if is_last else None), logprobs)
 
-    async def more(self) -> tuple[list[int], FinishReason | None]:
+    async def more(self) -> Tokens:
         """Return the next tokens from decode. Raises WorkerError."""
         phase, timeout_s = (
             ("decode", self._timeouts.decode_s) if self._has_landed else ("transfer", self._timeouts.transfer_s)
@@ -154,12 +156,13 @@ class Attempt:
         except TimeoutError:
             raise PhaseTimeout(phase, timeout_s) from None
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         finish_reason: FinishReason | None = None
         for output in outputs:
             if output.error is not None or output.finish_reason in ("abort", "error"):
                 if token_ids:
                     self._inbox.push(output)  # the tokens before it are good: show them first
-                    return token_ids, None
+                    return Tokens(token_ids, None, logprobs)
                 self._stage = "over" if self._has_landed else self._stage
                 if output.error is not None:
                     raise WorkerError(output.error.code, output.error.message)
@@ -172,6 +175,7 @@ class Attempt:
                 )
             self._next_index += len(output.token_ids)
             token_ids += output.token_ids
+            logprobs += output.logprobs
             finish_reason = output.finish_reason
         if not self._has_landed:
             # From here on the prefill worker's fate is no longer ours.
@@ -179,7 +183,7 @@ class Attempt:
             self.pair.prefill.inboxes.pop(self.request_id, None)
         if finish_reason is not None:
             self._stage = "over"
-        return token_ids, finish_reason
+        return Tokens(token_ids, finish_reason, logprobs)
 
     def fail(self, error: WorkerError) -> None:
         """Make the phase that is under way raise `error`."""
@@ -187,30 +191,50 @@ class Attempt:
 
     def release(self) -> None:
         """Let go of everything, wherever the attempt stands. Returns at once; the workers are told behind it."""
-        if self._is_released:
+        if self.is_released:
             return
-        self._is_released = True
+        self.is_released = True
         self.pair.decode.inboxes.pop(self.request_id, None)
         self.pair.prefill.inboxes.pop(self.request_id, None)
-        self._leave_prefill()
+        self.leave_prefill()
+        self.prefill.leave()
         if self._stage not in ("new", "over"):
             self._spawn(self._abort())
 
-    # ------------------------------------------------------------ parts
+    # ------------------------------------------------------------ for SharedPrefill
 
-    async def _prefill(self, request: protocol.PrefillRequest) -> protocol.PrefillResult:
-        """Ask the prefill worker, again as long as it has no room; give up when a worker is lost."""
-        while True:
-            self._stage = "prefilling"
-            # The deadline is the caller's; this one only bounds a connection that nobody waits for.
-            asked = self.pair.prefill.client.prefill(request, timeout_s=2 * self._timeouts.prefill_s)
-            try:
-                return await self._unless_lost(asked)
-            except WorkerError as error:
-                if error.code != "no_capacity":
-                    raise
-                self._stage = "reserved"  # never begun
-            await self._registry.wait_change(BUSY_PREFILL_WAIT_S)
+    def ask(self, siblings: Sequence[Attempt]) -> protocol.PrefillRequest:
+        """Return what is sent to the prefill worker for this attempt and its siblings."""
+        for attempt in (self, *siblings):
+            attempt._stage = "prefilling"
+        return protocol.PrefillRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self._prompt,
+            sampling=self._sampling,
+            landing=self._landing,
+            num_prior_outputs=self._num_prior,
+            timeout_s=self._timeouts.prefill_s,
+            branches=[
+                protocol.PrefillBranch(request_id=a.request_id, seed=a._sampling.seed, landing=a._landing)
+                for a in siblings
+            ],
+        )
+
+    def was_refused(self) -> None:
+        """Say that the prefill worker had no room: nothing has begun there."""
+        if not self.is_released:
+            self._stage = "reserved"
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return when something has changed in the cluster, or after `timeout_s`."""
+        await self._registry.wait_change(timeout_s)
+
+    def leave_prefill(self) -> None:
+        """Say that the prompt does not count as this attempt's load on the prefill worker any more."""
+        if self.pair.prefill.prefills.pop(self.request_id, None) is not None:
+            self._registry.notify()
+
+    # ------------------------------------------------------------ parts
 
     async def _unless_lost(self, asked: Coroutine[Any, Any, T]) -> T:
         """Return what a worker answers; raise as soon as one that the attempt depends on is lost."""
@@ -226,10 +250,6 @@ class Attempt:
                 call.cancel()
             elif not call.cancelled():
                 call.exception()  # seen, should it have failed while we were cancelled
-
-    def _leave_prefill(self) -> None:
-        if self.pair.prefill.prefills.pop(self.request_id, None) is not None:
-            self._registry.notify()
 
     async def _abort(self) -> None:
         """Tell prefill, then decode, that the request is over.

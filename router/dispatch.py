@@ -12,20 +12,21 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from router import policy
-from router.attempt import Attempt, PhaseTimeout, Timeouts
+from router.attempt import Attempt, PhaseTimeout, Timeouts, Tokens
 from router.client import WorkerError
 from router.config import RouterConfig
 from router.errors import ApiError, InvalidRequest
 from router.metrics import Metrics
-from router.protocol import FinishReason, SamplingParams
+from router.protocol import SamplingParams
 from router.registry import Registry
 from router.seams import RouterSeams
+from router.shared_prefill import SharedPrefill
 from router.workers import Pair
 
 log = logging.getLogger("isthmus.router")
@@ -64,9 +65,6 @@ class RequestRecord:
         return "router" if self.attempt is None else self.attempt.request_id
 
 
-Tokens = tuple[list[int], FinishReason | None]
-
-
 class Dispatcher:
     """Owns the queue and every request record."""
 
@@ -89,37 +87,54 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
 
-    def check_admission(self) -> None:
+    def check_admission(self, num_prompts: int = 1) -> None:
         """Raise ApiError if a request that came now could not be taken: draining, no pair, queue full."""
         if self.is_draining:
             raise ApiError(503, "router is draining and accepts nothing new", code="draining", retry_after_s=5)
         if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= UNREADY_GRACE_S:
             raise self._not_ready()
-        if self.num_queued >= self._config.max_queue:
+        if self.num_queued + num_prompts > self._config.max_queue:
             raise ApiError(
                 429,
-                f"{self.num_queued} requests are waiting, at most {self._config.max_queue} may (max_queue); try later",
+                f"{self.num_queued} requests are waiting, at most {self._config.max_queue} may (max_queue); try later"
+                + (f", or with fewer than {num_prompts} prompts" if num_prompts > 1 else ""),
                 code="queue_full",
                 retry_after_s=1,
             )
 
-    async def generate(self, record: RequestRecord) -> AsyncGenerator[Tokens, None]:
+    async def open(self, records: Sequence[RequestRecord]) -> list[Attempt]:
+        """Wait in the queue with records that answer one prompt; return attempts of the first of them, at least one.
+
+        They share one prefill, and belong to the caller, who gives each to `generate` or releases it. Raises ApiError.
+        """
+        for record in records:
+            self.records[record.request_id] = record
+        try:
+            return await self._admit(records, set())
+        except BaseException:
+            for record in records:
+                self.records.pop(record.request_id, None)
+            raise
+
+    async def generate(self, record: RequestRecord, opened: Attempt | None = None) -> AsyncGenerator[Tokens, None]:
         """Yield the answer's tokens as they come, the last with its finish_reason.
 
+        opened: what `open` has returned for it.
         Raises ApiError when the request can't be completed. Closing the generator, at any point, aborts the request.
         """
-        self.check_admission()
+        if record.request_id not in self.records:
+            self.check_admission()
         self.records[record.request_id] = record
         retries = evictions = 0
         avoid: set[str] = set()
         try:
             while True:
-                attempt = await self._admit(record, avoid)
+                attempt, opened = opened or (await self._admit([record], avoid))[0], None
                 record.attempt = attempt
                 try:
                     async with aclosing(self._run(attempt, record)) as outputs:
                         async for tokens in outputs:
-                            record.emitted += tokens[0]
+                            record.emitted += tokens.token_ids
                             yield tokens
                     return
                 except WorkerError as error:
@@ -153,8 +168,8 @@ class Dispatcher:
         attempt = self._attempt(pair, record)
         try:
             await attempt.reserve()
-            async for token_ids, _ in self._run(attempt, record):
-                record.emitted += token_ids
+            async for tokens in self._run(attempt, record):
+                record.emitted += tokens.token_ids
         finally:
             attempt.release()
         if len(record.emitted) != sampling.max_tokens:
@@ -184,16 +199,17 @@ class Dispatcher:
 
     # ------------------------------------------------------------ parts
 
-    async def _admit(self, record: RequestRecord, avoid: set[str]) -> Attempt:
-        """Return an attempt whose landing is reserved, having waited for the turn and for room."""
+    async def _admit(self, records: Sequence[RequestRecord], avoid: set[str]) -> list[Attempt]:
+        """Return attempts of the first of `records` (at least one) whose landings are reserved, having waited for the
+        turn and for room."""
         started = time.monotonic()
         self.num_queued += 1
         try:
             async with asyncio.timeout(self._config.queue_timeout_s):
-                if record.num_attempts:
-                    return await self._reserve(record, avoid)  # it has had its turn
+                if records[0].num_attempts:
+                    return await self._reserve(records, avoid)  # it has had its turn
                 async with self._turn:
-                    return await self._reserve(record, avoid)
+                    return await self._reserve(records, avoid)
         except TimeoutError:
             raise ApiError(
                 504,
@@ -203,10 +219,11 @@ class Dispatcher:
             ) from None
         finally:
             self.num_queued -= 1
-            record.queue_s += time.monotonic() - started
+            for record in records:
+                record.queue_s += time.monotonic() - started
 
-    async def _reserve(self, record: RequestRecord, avoid: set[str]) -> Attempt:
-        failures = 0
+    async def _reserve(self, records: Sequence[RequestRecord], avoid: set[str]) -> list[Attempt]:
+        record, failures = records[0], 0
         while True:
             await self.seams.queue_is_open.wait()
             if self._is_closed:
@@ -218,8 +235,9 @@ class Dispatcher:
                 is_held = False
                 try:
                     await attempt.reserve()
+                    attempts = [attempt, *await self._reserve_more(pair, records[1:], attempt)]
                     is_held = True
-                    return attempt
+                    return attempts
                 except WorkerError as error:
                     if error.code not in ("no_capacity", "not_ready", "draining"):
                         failures += 1
@@ -235,6 +253,29 @@ class Dispatcher:
             if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= grace:
                 raise self._not_ready()
             await self._registry.wait_change(CAPACITY_POLL_S)
+
+    async def _reserve_more(self, pair: Pair, records: Sequence[RequestRecord], first: Attempt) -> list[Attempt]:
+        """Return attempts of as many of `records`, in order, as decode has room for now; `first` prefills for them."""
+        attempts: list[Attempt] = []
+        is_done = False
+        try:
+            for record in records:
+                attempts.append(self._attempt(pair, record))
+                try:
+                    await attempts[-1].reserve()
+                except WorkerError as error:
+                    attempts.pop().release()
+                    record.num_attempts = 0  # it waits its turn like any other
+                    log.debug("request %s: not reserved beside its siblings: %s", record.request_id, error.message)
+                    break
+            is_done = True
+        finally:
+            if not is_done:
+                for attempt in attempts:
+                    attempt.release()
+        if attempts:
+            SharedPrefill.join([first, *attempts])
+        return attempts
 
     def _attempt(self, pair: Pair, record: RequestRecord) -> Attempt:
         record.num_attempts += 1
@@ -253,7 +294,7 @@ class Dispatcher:
     async def _run(self, attempt: Attempt, record: RequestRecord) -> AsyncGenerator[Tokens, None]:
         tokens = await attempt.first()
         yield tokens
-        while tokens[1] is None:
+        while tokens.finish_reason is None:
             tokens = await attempt.more()
             yield tokens
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answer import AnswerWriter, FinishedChoice, Usage, error_event
+from router.answer import AnswerWriter, FinishedChoice, Piece, Usage, error_event
+from router.choices import Choices
 from router.dispatch import Dispatcher, RequestRecord
 from router.errors import ApiError
 from router.metrics import Metrics, Outcome
@@ -102,46 +104,52 @@ class Exchange(Response):
         except (TimeoutError, ConnectionError, OSError) as error:
             log.info("request %s: client does not take its answer: %r", job.shown_id, error)
             return "aborted"
-        return "length" if job.pipeline.finish_reason == "length" else "stop"
+        return "length" if all(pipeline.finish_reason == "length" for pipeline in job.pipelines) else "stop"
 
     async def _stream(self) -> None:
         job = self._job
-        async with aclosing(self._dispatcher.generate(job.record)) as outputs:
-            last = 0.0
-            async for token_ids, finish_reason in outputs:
-                piece = job.pipeline.feed(token_ids, finish_reason)
-                last = self._time_tokens(last, len(piece.token_ids))
-                await self._send(job.writer.chunk(piece))
-                if job.pipeline.finish_reason is not None:
-                    break
-        assert job.pipeline.finish_reason is not None
-        end = job.writer.end_choice(0, job.pipeline.finish_reason, stop_reason=job.pipeline.stop_reason)
-        await self._send(end + job.writer.end(), is_last=True)
+        async with aclosing(self._pieces()) as pieces:
+            async for index, piece in pieces:
+                events = job.writer.chunk(piece, index)
+                pipeline = job.pipelines[index]
+                if pipeline.finish_reason is not None:
+                    events += job.writer.end_choice(index, pipeline.finish_reason, stop_reason=pipeline.stop_reason)
+                await self._send(events)
+        await self._send(job.writer.end(), is_last=True)
 
     async def _whole(self) -> None:
         job = self._job
-        choice = FinishedChoice()
-        async with aclosing(self._dispatcher.generate(job.record)) as outputs:
-            last = 0.0
-            async for new_ids, finish_reason in outputs:
-                piece = job.pipeline.feed(new_ids, finish_reason)
-                last = self._time_tokens(last, len(piece.token_ids))
-                choice.add(piece)
-                if job.pipeline.finish_reason is not None:
-                    break
-        assert job.pipeline.finish_reason is not None
-        choice.finish_reason, choice.stop_reason = job.pipeline.finish_reason, job.pipeline.stop_reason
-        body = job.writer.whole([choice])
-        await self._send_whole(200, body, {"content-type": "application/json"})
+        choices = [FinishedChoice() for _ in job.records]
+        async with aclosing(self._pieces()) as pieces:
+            async for index, piece in pieces:
+                choices[index].add(piece)
+        for choice, pipeline in zip(choices, job.pipelines, strict=True):
+            assert pipeline.finish_reason is not None
+            choice.finish_reason, choice.stop_reason = pipeline.finish_reason, pipeline.stop_reason
+        await self._send_whole(200, job.writer.whole(choices), {"content-type": "application/json"})
 
-    def _time_tokens(self, last: float, num_tokens: int) -> float:
-        """Record when tokens came; returns the time of the last of them."""
-        now = time.monotonic()
-        if not last:
-            self._metrics.ttft.observe(now - self._job.record.arrived)
-        elif num_tokens:
-            self._metrics.itl.observe((now - last) / num_tokens)
-        return now
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Yield (index of the choice, what to show of it) until each choice has ended."""
+        job, metrics = self._job, self._metrics
+        choices = Choices(self._dispatcher, job.records, num_choices=job.num_choices)
+        times = [0.0] * len(job.records)
+        num_left = len(job.records)
+        async with aclosing(choices.outputs()) as outputs:
+            async for index, tokens in outputs:
+                pipeline = job.pipelines[index]
+                piece = pipeline.feed(tokens.token_ids, tokens.finish_reason, tokens.logprobs)
+                now = time.monotonic()
+                if not times[index]:
+                    metrics.ttft.observe(now - job.record.arrived)
+                elif piece.token_ids:
+                    metrics.itl.observe((now - times[index]) / len(piece.token_ids))
+                times[index] = now
+                if pipeline.finish_reason is not None:
+                    choices.end(index)
+                    num_left -= 1
+                yield index, piece
+                if not num_left:
+                    break
 
     async def _fail(self, error: ApiError) -> None:
         log.info("request %s: %s %s: %s", self._job.shown_id, error.status, error.code, error.message)

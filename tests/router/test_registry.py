@@ -122,7 +122,7 @@ def test_a_worker_of_the_wrong_role_or_protocol_is_refused(make_cluster):
     future = protocol.Fingerprints(model="model-1", layout="layout-1", protocol=99)
     for change, text in (
         (lambda w: setattr(w, "served_role", "prefill"), "was given as --decode"),
-        (lambda w: setattr(w, "fingerprints", future), "speaks protocol 99, this router 1"),
+        (lambda w: setattr(w, "fingerprints", future), "speaks protocol 99, this router 2"),
     ):
         with make_cluster(num_decodes=2) as cluster:
             registry = cluster.router.registry
