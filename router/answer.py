@@ -106,7 +106,7 @@ class AnswerWriter:
     usages: the counts of each choice, which the pipelines keep; they say how many choices there are. With several
     prompts the choices of the first come first, each prompt having as many.
     prompts: their token ids if the client asked for token ids (return_token_ids), which then ride along everywhere.
-    echoes: texts of the prompts, to stand before the answers.
+    echoes: texts of the prompts, to stand before the answers.   one_call: further tool calls are not shown.
     logprobs: the format of each choice's log probabilities if they were asked for.
     """
 
@@ -121,6 +121,7 @@ class AnswerWriter:
         echoes: Sequence[str] = (),
         include_usage: bool = False,
         continuous_usage: bool = False,
+        one_call: bool = False,
         logprobs: Sequence[LogprobFormat] = (),
     ) -> None:
         self._usages = usages
@@ -132,6 +133,7 @@ class AnswerWriter:
         self._echoes = echoes
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
+        self._one_call = one_call
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         head = _encode({"id": self._id, "object": kind, "created": self._created, "model": model})[:-1]
         self._bare_head = b"data: " + head
@@ -148,6 +150,8 @@ class AnswerWriter:
         if choice.is_first:
             choice.is_first = False
             events = self._opening(index)
+        if piece.tool_calls and self._one_call:
+            piece.tool_calls = [call for call in piece.tool_calls if call.index == 0]
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._prompts else b""
         logprobs = b"null"
         if choice.logprobs is not None and piece.logprobs:
@@ -195,7 +199,7 @@ class AnswerWriter:
         content = "".join(finished.content)
         choice: dict[str, Any] = {"index": index}
         if self._is_chat:
-            calls = _whole_calls(finished.tool_calls)
+            calls = _whole_calls(finished.tool_calls)[: 1 if self._one_call else None]
             message: dict[str, Any] = {
                 "role": "assistant",
                 "content": None if calls and not content else content,

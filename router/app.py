@@ -1,17 +1,20 @@
 """The router's HTTP application: routes, error objects, and the life of everything behind them.
 
 POST /v1/chat/completions  /v1/completions      GET /v1/models  /v1/models/{id}
+POST /tokenize  /detokenize       also under /v1
 GET  /live  /liveness             200 as long as the process lives
 GET  /ready  /readiness  /health  200 when a pair is ready, else 503 with the state and Retry-After
-GET  /topology  /metrics  /version
+GET  /health_generate             200 when a pair has just made tokens, end to end
+GET  /topology  /metrics  /version  /server_info  /openapi.json
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router import answer
+from router import answer, openapi
+from router.absent_routes import absent_routes
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch import Dispatcher, RequestRecord
 from router.errors import ApiError, error_body
 from router.exchange import Exchange, Job
 from router.intake import Intake, request_id
 from router.metrics import Metrics
-from router.protocol import PROTOCOL_VERSION
+from router.protocol import PROTOCOL_VERSION, SamplingParams
 from router.registry import Registry
+from router.tokenization import Tokenization
 from router.tokenizer import Tokenizer
 
 log = logging.getLogger("isthmus.router")
@@ -55,6 +60,7 @@ class Router:
         )
         self.dispatcher = Dispatcher(config, self.registry, self.metrics)
         self.intake = Intake(config, self.registry, self.tokenizer)
+        self.tokenization = Tokenization(config, self.intake)
         self.metrics.watch(
             self.registry,
             running=lambda: len(self.dispatcher.records) - self.dispatcher.num_queued,
@@ -96,6 +102,12 @@ class Router:
             raise
         return Exchange(job, self.dispatcher, self.metrics, send_timeout_s=self.config.send_timeout_s)
 
+    async def tokenize(self, request: Request) -> Response:
+        return _json(await self.tokenization.tokenize(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        return _json(await self.tokenization.detokenize(request))
+
     # ------------------------------------------------------------ what there is
 
     async def models(self, request: Request) -> Response:
@@ -131,6 +143,31 @@ class Router:
             503, f"not ready: {self.state}" + "".join(f"; {r}" for r in reasons), code=self.state, retry_after_s=2
         )
 
+    async def health_generate(self, request: Request) -> Response:
+        """Make two tokens, the second of them at decode; answers as any request would if that can't be done."""
+        started = time.monotonic()
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        record = RequestRecord(f"health-{uuid.uuid4().hex}", [0], sampling)
+        async with aclosing(self.dispatcher.generate(record)) as outputs:
+            async for _ in outputs:
+                pass
+        return _json({"status": "ready", "num_tokens": len(record.emitted), "seconds": time.monotonic() - started})
+
+    async def server_info(self, request: Request) -> Response:
+        limits = self.intake.limits()
+        return _json(
+            {
+                "version": _version(),
+                "protocol": PROTOCOL_VERSION,
+                "model": self.config.model_name,
+                "state": self.state,
+                "max_model_len": limits.max_model_len or None,
+                "vocab_size": limits.vocab_size or None,
+                "has_tokenizer": self.tokenizer is not None,
+                "config": self.config,
+            }
+        )
+
     async def topology(self, request: Request) -> Response:
         return _json(
             {
@@ -154,6 +191,9 @@ class Router:
     async def version(self, request: Request) -> Response:
         return _json({"version": _version(), "protocol": PROTOCOL_VERSION})
 
+    async def description(self, request: Request) -> Response:
+        return _json(openapi.describe(self.config.model_name, version=_version()))
+
     # ------------------------------------------------------------ assembly
 
     def _build(self) -> FastAPI:
@@ -164,7 +204,7 @@ class Router:
             await self.dispatcher.close()
             await self.registry.close()
 
-        # Requests are parsed here, not by the framework, so it has no schema to show.
+        # Requests are parsed by us, not by the framework, so it has no schema to show: openapi.py has.
         app = FastAPI(title="Isthmus", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
         app.add_middleware(_RequestIds)
         for status_or_kind in (ApiError, HTTPException, Exception):
@@ -174,7 +214,14 @@ class Router:
             ("/v1/completions", "POST", self.completions),
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
+            ("/tokenize", "POST", self.tokenize),
+            ("/v1/tokenize", "POST", self.tokenize),
+            ("/detokenize", "POST", self.detokenize),
+            ("/v1/detokenize", "POST", self.detokenize),
             ("/health", "GET", self.ready),
+            ("/health_generate", "GET", self.health_generate),
+            ("/server_info", "GET", self.server_info),
+            ("/openapi.json", "GET", self.description),
             ("/live", "GET", self.live),
             ("/liveness", "GET", self.live),
             ("/ready", "GET", self.ready),
@@ -184,13 +231,14 @@ class Router:
             ("/version", "GET", self.version),
         ):
             app.add_route(path, handler, methods=[method])
+        app.router.routes.extend(absent_routes())
         if self.config.test_seams:
             app.router.routes.extend(self.dispatcher.seams.routes())
         return app
 
 
 class _RequestIds:
-    """Gives each request its id and echoes it. Plain ASGI: it must not buffer streams."""
+    """Gives each request its id, and echoes it and the time until the answer's head. Plain ASGI: streams pass."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -199,13 +247,16 @@ class _RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        started = time.monotonic()
         shown_id = request_id(Request(scope))
         scope.setdefault("state", {})["request_id"] = shown_id
         header = (b"x-request-id", shown_id.encode())
 
         async def send_with_id(message: Any) -> None:
-            if message["type"] == "http.response.start" and all(h[0] != header[0] for h in message["headers"]):
-                message["headers"] = [*message["headers"], header]
+            if message["type"] == "http.response.start":
+                headers = [h for h in message["headers"] if h[0] != header[0]]
+                elapsed = b"%d" % round((time.monotonic() - started) * 1000)
+                message["headers"] = [*headers, header, (b"openai-processing-ms", elapsed)]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -5,6 +5,8 @@ The object is always `{"error": {"message", "type", "param", "code"}}`, also for
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 ERROR_TYPES = {
@@ -46,6 +48,8 @@ class ApiError(Exception):
         return error_body(self.status, self.message, code=self.code, param=self.param)
 
     def headers(self) -> dict[str, str]:
+        if self.status == 501:
+            return {"x-should-retry": "false"}  # the openai SDK tries every other 5xx again
         return {"retry-after": str(max(1, round(self.retry_after_s)))} if self.retry_after_s > 0 else {}
 
 
@@ -67,3 +71,9 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
     """Return the error object of `status` as JSON."""
     kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def shown(value: Any) -> str:
+    """Return a client's value as a message may quote it: short."""
+    text = repr(value if not isinstance(value, str) else value[:200])
+    return text if len(text) <= 60 else text[:57] + "..."

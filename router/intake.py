@@ -10,7 +10,9 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -18,29 +20,44 @@ from starlette.requests import ClientDisconnect, Request
 from router import openai
 from router.answer import AnswerWriter, Usage
 from router.chat import encode_chat
+from router.chat_options import ChatOptions, chat_options
 from router.config import RouterConfig
 from router.dispatch import RequestRecord
+from router.encoding import EncodingTexts
 from router.errors import ApiError, InvalidRequest
 from router.exchange import Job
-from router.openai import ChatRequest, CompletionRequest, GenerationRequest, Limits
+from router.logprobs import LogprobFormat
+from router.openai import ChatRequest, CompletionRequest, Limits, TokenizeRequest
 from router.pipeline import TextPipeline
+from router.prompts import completion_prompts
+from router.protocol import Guide
 from router.reasoning import THINK_OPEN
 from router.registry import Registry
-from router.tokenizer import TOKENIZER_FILE, Tokenizer
+from router.sampling import choice_seed, num_choices, num_logprobs, sampling_params, stop_strings
+from router.tokenizer import TOKENIZER_FILE, Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from router.guided import Guides
 
 # Beyond the limit a body is read on, unstored, so that the client gets to read the refusal; up to this much.
 MAX_DISCARDED_BYTES = 64 << 20
 THREAD_TEXT_CHARS = 10_000
+THREAD_MESSAGES = 1_000
 _REQUEST_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
 
 class Intake:
-    """Makes jobs. tokenizer None: the model folder has none, so text can't be taken."""
+    """Makes jobs. tokenizer None: the model folder has none, so text can't be taken.
+
+    Raises ValueError if the folder's `encoding` can't be read.
+    """
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._registry = registry
         self._tokenizer = tokenizer
+        self._texts = EncodingTexts.from_folder(config.model)
+        self._guides: Guides | None = None
         self._config_vocab_size = _config_vocab_size(Path(config.model))
 
     def limits(self) -> Limits:
@@ -53,82 +70,58 @@ class Intake:
     async def chat(self, request: Request) -> Job:
         """Return the job of a /v1/chat/completions request. Raises ApiError."""
         fields = openai.parse(await read_body(request, self._config), ChatRequest)
-        self._check_model(fields)
-        if self._tokenizer is None:
-            raise ApiError(501, self._missing_tokenizer("chat"), code="tokenizer_missing", param="messages")
-        thinking = openai.wants_thinking(fields, default=self._config.default_thinking)
-        text = encode_chat(fields.messages, thinking=thinking, drop_thinking=openai.drops_thinking(fields))
-        ids = await self._encode(text, "messages")
-        return self._job(request, fields, ids, is_chat=True, is_thinking=text.endswith(THINK_OPEN))
+        self.check_model(fields.model)
+        self.needs_tokenizer("chat", param="messages")
+        num_choices(fields)
+        options = chat_options(fields, default_thinking=self._config.default_thinking)
+        text = await self.chat_text(fields, options)
+        ids = await self.encode(text, "messages", limit=self.limits().max_model_len)
+        return await self._job(
+            request, fields, [ids], is_thinking=text.endswith(THINK_OPEN), functions=options.functions
+        )
 
     async def completion(self, request: Request) -> Job:
         """Return the job of a /v1/completions request. Raises ApiError."""
         fields = openai.parse(await read_body(request, self._config), CompletionRequest)
-        self._check_model(fields)
-        prompt = openai.completion_prompt(fields, limits=self.limits())
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ApiError(501, self._missing_tokenizer("a text prompt"), code="tokenizer_missing", param="prompt")
-            prompt = await self._encode(prompt, "prompt")
-        return self._job(request, fields, prompt, is_chat=False)
+        self.check_model(fields.model)
+        num_choices(fields)
+        limits = self.limits()
+        prompts: list[list[int]] = []
+        echoes: list[str] = []
+        for prompt in completion_prompts(fields, limits=limits):
+            if fields.echo:
+                echoes.append(self._echo(prompt, skips_special=fields.skip_special_tokens is not False))
+            if isinstance(prompt, str):
+                self.needs_tokenizer("a text prompt", param="prompt")
+                prompt = await self.encode(prompt, "prompt", limit=limits.max_model_len)
+            prompts.append(prompt)
+        return await self._job(request, fields, prompts, echoes=echoes)
 
-    def _job(
-        self, request: Request, fields: GenerationRequest, ids: list[int], *, is_chat: bool, is_thinking: bool = False
-    ) -> Job:
-        stops = openai.stop_strings(fields)
-        if stops and self._tokenizer is None:
-            raise ApiError(501, self._missing_tokenizer("a stop string"), code="tokenizer_missing", param="stop")
-        sampling = openai.sampling_params(fields, num_prompt_tokens=len(ids), limits=self.limits())
-        if fields.forced_token_ids:
-            if not self._config.test_seams:
-                raise InvalidRequest("forced_token_ids is for tests of the server", param="forced_token_ids")
-            sampling = msgspec.structs.replace(sampling, forced_token_ids=tuple(fields.forced_token_ids))
-        internal_id = uuid.uuid4().hex
-        if self._config.test_seams:
-            internal_id += f"-{request.state.request_id}"  # a test names the request that it holds
-        usage = Usage(prompt_tokens=len(ids))
-        shows_ids = bool(fields.return_token_ids) or self._tokenizer is None
-        return Job(
-            records=[RequestRecord(internal_id, ids, sampling)],
-            pipelines=[
-                TextPipeline(
-                    self._tokenizer,
-                    sampling,
-                    usage=usage,
-                    stops=stops,
-                    is_thinking=is_thinking,
-                    include_stop=bool(fields.include_stop_str_in_output),
-                    skip_special_tokens=fields.skip_special_tokens is not False,
+    async def chat_text(self, fields: ChatRequest | TokenizeRequest, options: ChatOptions) -> str:
+        """Return the prompt text of a chat; a long one is written in a thread."""
+        messages = fields.messages or []
+
+        def write() -> str:
+            try:
+                return encode_chat(
+                    messages,
+                    texts=self._texts,
+                    tools=options.tools,
+                    response_format=fields.response_format,
+                    effort=options.effort,
+                    thinking=options.thinking,
+                    drop_thinking=options.drop_thinking,
+                    add_generation_prompt=options.add_generation_prompt,
+                    continue_final_message=bool(fields.continue_final_message),
                 )
-            ],
-            usages=[usage],
-            num_choices=1,
-            writer=AnswerWriter(
-                request_id=internal_id,
-                model=self._config.model_name,
-                is_chat=is_chat,
-                usages=[usage],
-                prompts=[ids] if shows_ids else (),
-                include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
-            ),
-            stream=bool(fields.stream),
-            shown_id=request.state.request_id,
-        )
+            except RecursionError:
+                raise InvalidRequest("messages: JSON is nested too deeply", param="messages") from None
 
-    def _check_model(self, fields: GenerationRequest) -> None:
-        name = self._config.model_name
-        if fields.model is not None and fields.model != name:
-            raise ApiError(
-                404,
-                f"model {fields.model[:200]!r} does not exist; this server has {name!r}",
-                code="model_not_found",
-                param="model",
-            )
+        return write() if len(messages) < THREAD_MESSAGES else await asyncio.to_thread(write)
 
-    async def _encode(self, text: str, param: str) -> list[int]:
-        """Return the tokens of `text`; long texts in a thread, and none that can't fit."""
+    async def encode(self, text: str, param: str, *, limit: int = 0) -> list[int]:
+        """Return the tokens of `text`; long texts in a thread, and none that can't fit into `limit` tokens (0: any)."""
         assert self._tokenizer is not None
-        limit = self.limits().max_model_len
         if limit and len(text) > limit * self._tokenizer.longest_token:
             raise InvalidRequest(
                 f"{param}: a text of {len(text)} characters exceeds this model's maximum context of {limit} tokens",
@@ -139,11 +132,138 @@ class Intake:
             return self._tokenizer.encode(text)
         return await asyncio.to_thread(self._tokenizer.encode, text)
 
-    def _missing_tokenizer(self, what: str) -> str:
-        return (
-            f"{what} needs {TOKENIZER_FILE}, which the model folder {self._config.model_name} lacks; "
-            "add it, or send token ids to /v1/completions"
+    def check_model(self, model: str | None) -> None:
+        """Raise ApiError if a request names another model than ours."""
+        name = self._config.model_name
+        if model is not None and model != name:
+            raise ApiError(
+                404,
+                f"model {model[:200]!r} does not exist; this server has {name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def needs_tokenizer(self, what: str, *, param: str) -> Tokenizer:
+        """Return the tokenizer. Raises ApiError, saying what needs it, if there is none."""
+        if self._tokenizer is None:
+            raise ApiError(
+                501,
+                f"{what} needs {TOKENIZER_FILE}, which the model folder {self._config.model_name} lacks; "
+                "add it, or send token ids to /v1/completions",
+                code="tokenizer_missing",
+                param=param,
+            )
+        return self._tokenizer
+
+    # ------------------------------------------------------------ parts
+
+    async def _job(
+        self,
+        request: Request,
+        fields: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        *,
+        is_thinking: bool = False,
+        functions: Mapping[str, dict[str, Any]] | None = None,
+        echoes: Sequence[str] = (),
+    ) -> Job:
+        stops = stop_strings(fields)
+        if stops:
+            self.needs_tokenizer("a stop string", param="stop")
+        num_tops = num_logprobs(fields)
+        limits, count = self.limits(), num_choices(fields)
+        if count * len(prompts) > 1:
+            raise InvalidRequest("n: several answers come with the next commit", param="n")
+        samplings = [sampling_params(fields, num_prompt_tokens=len(ids), limits=limits) for ids in prompts]
+        changes: dict[str, Any] = {}
+        if fields.forced_token_ids:
+            if not self._config.test_seams:
+                raise InvalidRequest("forced_token_ids is for tests of the server", param="forced_token_ids")
+            changes["forced_token_ids"] = tuple(fields.forced_token_ids)
+        if field := openai.guide_field(fields):
+            self.needs_tokenizer("a guided answer", param=field)
+            changes["guide"] = await self._guide(fields, is_thinking=is_thinking)
+        internal_id = uuid.uuid4().hex
+        # With seams open a test names the request that it holds.
+        suffix = f"-{request.state.request_id}" if self._config.test_seams else ""
+        records: list[RequestRecord] = []
+        pipelines: list[TextPipeline] = []
+        usages: list[Usage] = []
+        skips_special = fields.skip_special_tokens is not False
+        for ids, sampling in zip(prompts, samplings, strict=True):
+            for choice in range(count):
+                seed = choice_seed(sampling.seed, choice)
+                own = msgspec.structs.replace(sampling, seed=seed, **changes) if choice or changes else sampling
+                number = f".{len(records)}" if records else ""
+                records.append(RequestRecord(internal_id + number + suffix, ids, own))
+                usages.append(Usage(0 if choice else len(ids)))
+                pipelines.append(
+                    TextPipeline(
+                        self._tokenizer,
+                        own,
+                        usage=usages[-1],
+                        stops=stops,
+                        is_thinking=is_thinking,
+                        include_stop=bool(fields.include_stop_str_in_output),
+                        skip_special_tokens=skips_special,
+                        parses_tools=bool(functions),
+                        tool_schemas=functions or None,
+                    )
+                )
+        is_chat = isinstance(fields, ChatRequest)
+        stream_options = fields.stream_options or openai.StreamOptions()
+        shows_ids = bool(fields.return_token_ids) or self._tokenizer is None
+        writer = AnswerWriter(
+            request_id=internal_id + suffix,
+            model=self._config.model_name,
+            is_chat=is_chat,
+            usages=usages,
+            prompts=prompts if shows_ids else (),
+            echoes=echoes,
+            include_usage=bool(stream_options.include_usage),
+            continuous_usage=bool(stream_options.continuous_usage_stats),
+            one_call=isinstance(fields, ChatRequest) and fields.parallel_tool_calls is False,
+            logprobs=[
+                LogprobFormat(
+                    self._tokenizer,
+                    is_chat=is_chat,
+                    num_top=num_tops,
+                    hides_special=skips_special,
+                )
+                for _ in usages
+            ]
+            if num_tops >= 0
+            else (),
         )
+        return Job(
+            records=records,
+            pipelines=pipelines,
+            usages=usages,
+            num_choices=count,
+            writer=writer,
+            stream=bool(fields.stream),
+            shown_id=request.state.request_id,
+        )
+
+    async def _guide(self, fields: ChatRequest | CompletionRequest, *, is_thinking: bool) -> Guide | None:
+        """Return what the answer must match. Compiling it takes a while, so it is done in a thread."""
+
+        def compile_guide() -> Guide | None:
+            # Not before it is needed: a folder without a tokenizer has nothing to make it of.
+            from router.guided import Guides
+
+            if self._guides is None:
+                self._guides = Guides(Path(self._config.model) / TOKENIZER_FILE)
+            return self._guides.guide(fields, is_thinking=is_thinking)
+
+        return await asyncio.to_thread(compile_guide)
+
+    def _echo(self, prompt: str | list[int], *, skips_special: bool) -> str:
+        tokenizer = self.needs_tokenizer("echo", param="echo")
+        if isinstance(prompt, str):
+            return prompt
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips_special)
+        return detokenizer.feed(prompt) + detokenizer.finish()
 
 
 async def read_body(request: Request, config: RouterConfig) -> bytes:

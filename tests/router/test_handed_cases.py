@@ -218,7 +218,6 @@ def test_api_09_odd_values_are_refused_by_name_or_defined(cluster, case):
         assert 0 <= sampling.top_k < 129280
         assert "content" in answer.json()["choices"][0]["message"]
     else:
-        # logprobs as a whole are not there yet, so they are what is named.
         assert answer.json()["error"]["param"] in case["set"]
         assert not cluster.prefill_log, "a refused request reached a worker"
     assert read(cluster.post("/v1/chat/completions", base)).content == canary.content

@@ -6,17 +6,11 @@ import json
 
 import pytest
 
+from router.chat_options import chat_options
 from router.errors import ApiError
-from router.openai import (
-    ChatRequest,
-    CompletionRequest,
-    Limits,
-    completion_prompt,
-    parse,
-    sampling_params,
-    stop_strings,
-    wants_thinking,
-)
+from router.openai import ChatRequest, CompletionRequest, Limits, guide_field, parse
+from router.prompts import completion_prompts
+from router.sampling import choice_seed, num_choices, num_logprobs, sampling_params, stop_strings
 
 LIMITS = Limits(vocab_size=1000, max_model_len=100)
 
@@ -27,6 +21,10 @@ def chat(**fields) -> ChatRequest:
 
 def sampling(*, num_prompt_tokens=10, **fields):
     return sampling_params(chat(**fields), num_prompt_tokens=num_prompt_tokens, limits=LIMITS)
+
+
+def options(*, default_thinking=False, **fields):
+    return chat_options(chat(**fields), default_thinking=default_thinking)
 
 
 def refused(function) -> ApiError:
@@ -66,34 +64,131 @@ def test_bodies_that_are_no_json_object_are_refused(body):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("best_of", 2),
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("prompt_logprobs", 1),
-        ("echo", True),
         ("suffix", "x"),
-        ("tools", [{}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
-        ("guided_json", {}),
-        ("structured_outputs", {"json": {}}),
+        ("function_call", {"name": "f"}),
+        ("logits_processors", []),
+        ("audio", {"voice": "a"}),
+        ("prediction", {}),
+        ("web_search_options", {}),
+        ("chat_template", "{{x}}"),
         ("use_beam_search", True),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
         ("truncate_prompt_tokens", 5),
         ("modalities", ["audio"]),
-        ("continue_final_message", True),
     ],
 )
-def test_what_is_not_done_yet_is_refused_by_name(field, value):
+def test_what_is_not_done_is_refused_by_name(field, value):
     error = refused(lambda: chat(**{field: value}))
     assert (error.param, error.code) == (field, "unsupported_parameter")
 
 
 def test_fields_that_ask_for_nothing_are_taken():
-    chat(n=1, best_of=1, logprobs=False, tools=[], tool_choice="auto", response_format={"type": "text"}, echo=False)
+    chat(functions=[], function_call="auto", suffix="", modalities=["text"], bad_words=[], use_beam_search=False)
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": -1}, {"n": 129}, {"n": 100_000}])
+def test_numbers_of_choices_out_of_range_are_refused(fields):
+    assert refused(lambda: num_choices(chat(**fields))).param == "n"
+
+
+@pytest.mark.parametrize(("fields", "count"), [({}, 1), ({"n": 128}, 128), ({"n": 2, "best_of": 2}, 2)])
+def test_numbers_of_choices(fields, count):
+    assert num_choices(chat(**fields)) == count
+
+
+def test_the_best_of_more_than_are_shown_is_refused():
+    assert refused(lambda: num_choices(chat(best_of=2))).code == "unsupported_parameter"
+
+
+def test_the_first_choice_has_the_seed_of_the_request_and_others_have_their_own():
+    seeds = [choice_seed(7, choice) for choice in range(128)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 128
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [choice_seed(7, choice) for choice in range(128)]
+    assert seeds[1] != choice_seed(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [({}, -1), ({"logprobs": False}, -1), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)],
+)
+def test_log_probabilities_of_a_chat(fields, wanted):
+    assert num_logprobs(chat(**fields)) == wanted
+    assert sampling(**fields).num_logprobs == wanted
+
+
+@pytest.mark.parametrize("fields", [{"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 21}, {"top_logprobs": -1}])
+def test_log_probabilities_that_make_no_sense_are_refused(fields):
+    assert refused(lambda: num_logprobs(chat(**fields))).param == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"logprobs": -1}, "logprobs"), ({"logprobs": 21}, "logprobs"), ({"logprobs": 1, "echo": True}, "echo")],
+)
+def test_log_probabilities_of_a_completion_that_make_no_sense_are_refused(fields, param):
+    request = parse(json.dumps({"prompt": "x"} | fields).encode(), CompletionRequest)
+    assert refused(lambda: num_logprobs(request)).param == param
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused_by_name(fields, param):
+    assert refused(lambda: options(**fields)).param == param
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_tools_that_may_be_called(choice):
+    asked = options(tools=[TOOL], tool_choice=choice)
+    assert (asked.tools, asked.functions) == ([TOOL], {"f": {"type": "object"}})
+
+
+def test_a_tool_choice_of_none_leaves_the_tools_out():
+    asked = options(tools=[TOOL], tool_choice="none")
+    assert (asked.tools, asked.functions) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"tools": [TOOL], "tool_choice": "auto"}, None),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ],
+)
+def test_which_field_asks_for_a_guide(fields, field):
+    assert guide_field(chat(**fields)) == field
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stream_options": {"include_usage": True}}, {"stream": False, "stream_options": {}}]
+)
+def test_stream_options_without_a_stream_are_refused(fields):
+    assert refused(lambda: chat(**fields)).param == "stream_options"
 
 
 def test_unknown_fields_are_ignored():
@@ -172,19 +267,35 @@ def test_completions_give_sixteen_tokens_by_default():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "meant"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([999], [999])]
+    ("prompt", "meant"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        ([[1], [2]], [[1], [2]]),
+        (["a", [2]], ["a", [2]]),
+        ([999], [[999]]),
+    ],
 )
 def test_prompts_of_every_shape(prompt, meant):
     request = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
-    assert completion_prompt(request, limits=LIMITS) == meant
+    assert completion_prompts(request, limits=LIMITS) == meant
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [""], [[]], ["a", "b"], [[1], [2]], [1, "a"], [1000], [-1], [1.5], [True], [None], [[1, "a"]]]
+    "prompt",
+    ["", [], [""], [[]], ["a", ""], [1, "a"], [1000], [-1], [1.5], [True], [None], [[1, "a"]], ["a"] * 129, [0] * 101],
 )
 def test_prompts_that_make_no_sense_are_refused(prompt):
     request = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
-    assert refused(lambda: completion_prompt(request, limits=LIMITS)).param == "prompt"
+    assert refused(lambda: completion_prompts(request, limits=LIMITS)).param == "prompt"
+
+
+def test_prompts_and_choices_together_are_bounded():
+    request = parse(json.dumps({"prompt": ["a"] * 5, "n": 128}).encode(), CompletionRequest)
+    assert "640" in refused(lambda: completion_prompts(request, limits=LIMITS)).message
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 17, "x" * 2000])
@@ -200,18 +311,45 @@ def test_stop_strings_that_make_no_sense_are_refused(stop):
         ({"chat_template_kwargs": {"enable_thinking": True}}, True),
         ({"chat_template_kwargs": {"thinking": False}, "thinking": {"type": "enabled"}}, False),
         ({"thinking": {"type": "enabled"}}, True),
-        ({"reasoning_effort": "high"}, False),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "max"}, False),
+        ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "high"}, False),
+        ({"chat_template_kwargs": {"reasoning_effort": "none"}, "thinking": {"type": "enabled"}}, False),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}, "thinking": {"type": "disabled"}}, True),
+        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": "none"}, False),
     ],
 )
 def test_thinking_in_all_its_spellings(fields, thinks):
-    assert wants_thinking(chat(**fields), default=False) is thinks
+    assert options(**fields).thinking is thinks
 
 
 def test_thinking_by_default_can_be_switched_off():
-    assert wants_thinking(chat(), default=True)
-    assert not wants_thinking(chat(reasoning_effort="none"), default=True)
+    assert options(default_thinking=True).thinking
+    assert not options(default_thinking=True, reasoning_effort="none").thinking
 
 
-def test_a_thinking_switch_of_the_wrong_type_is_named():
-    request = chat(chat_template_kwargs={"thinking": "yes"})
-    assert refused(lambda: wants_thinking(request, default=False)).param == "chat_template_kwargs.thinking"
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "max"}, "max"),
+        ({"reasoning_effort": "none"}, None),
+        ({"reasoning_effort": "max", "chat_template_kwargs": {"reasoning_effort": "low"}}, "low"),
+    ],
+)
+def test_efforts(fields, effort):
+    assert options(**fields).effort == effort
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
+        ({"chat_template_kwargs": {"drop_thinking": 1}}, "chat_template_kwargs.drop_thinking"),
+        ({"chat_template_kwargs": {"reasoning_effort": 5}}, "chat_template_kwargs.reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"thinking": {"type": "on"}}, "thinking.type"),
+    ],
+)
+def test_thinking_switches_that_make_no_sense_are_named(fields, param):
+    assert refused(lambda: options(**fields)).param == param

@@ -64,7 +64,6 @@ def test_models(client):
         ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
     ],
 )
 def test_errors_name_the_field(client, fields, kind, param):

@@ -1,0 +1,67 @@
+"""Tokenization: /tokenize and /detokenize, so that clients can count tokens and see prompts.
+
+Texts of any length are taken, up to the limit on bodies: what is too long for a request can still be counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+
+from router import openai
+from router.chat_options import chat_options
+from router.config import RouterConfig
+from router.errors import InvalidRequest
+from router.intake import THREAD_TEXT_CHARS, Intake, read_body
+from router.openai import DetokenizeRequest, TokenizeRequest
+from router.prompts import check_token_ids
+from router.tokenizer import Detokenizer, Tokenizer
+
+
+class Tokenization:
+    """Both routes, with the intake's own steps: what /tokenize counts is what a request would be charged."""
+
+    def __init__(self, config: RouterConfig, intake: Intake) -> None:
+        self._config = config
+        self._intake = intake
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """Return the tokens of a prompt, or of the prompt that messages make. Raises ApiError."""
+        fields = openai.parse(await read_body(request, self._config), TokenizeRequest)
+        self._intake.check_model(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
+        param = "prompt" if fields.messages is None else "messages"
+        tokenizer = self._intake.needs_tokenizer("/tokenize", param=param)
+        text = fields.prompt
+        if text is None:
+            options = chat_options(fields, default_thinking=self._config.default_thinking)
+            text = await self._intake.chat_text(fields, options)
+        token_ids = await self._intake.encode(text, param)
+        return {
+            "count": len(token_ids),
+            "max_model_len": self._intake.limits().max_model_len or None,
+            "tokens": token_ids,
+            "token_strs": [_text(tokenizer, token) for token in token_ids] if fields.return_token_strs else None,
+        }
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        """Return the text of token ids. Raises ApiError."""
+        fields = openai.parse(await read_body(request, self._config), DetokenizeRequest)
+        self._intake.check_model(fields.model)
+        tokenizer = self._intake.needs_tokenizer("/detokenize", param="tokens")
+        limits = openai.Limits(vocab_size=tokenizer.vocab_size)
+
+        def read() -> str:
+            check_token_ids(fields.tokens, "tokens", limits=limits, param="tokens")
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+            return detokenizer.feed(fields.tokens) + detokenizer.finish()
+
+        is_short = len(fields.tokens) < THREAD_TEXT_CHARS
+        return {"prompt": read() if is_short else await asyncio.to_thread(read)}
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.token_bytes[token].decode("utf-8", "replace")
