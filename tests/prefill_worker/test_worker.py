@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from engine.seams import Fault
 from kv_transfer.landing import Landing, encode
 from kv_transfer.layout import KVLayout, make_group
 from prefill_worker.worker import PrefillWorker
-from router.protocol import AbortRequest, PrefillRequest, PrefillResult, SamplingParams
+from router.protocol import AbortRequest, PrefillBranch, PrefillRequest, PrefillResult, SamplingParams
 
 LAYOUT = KVLayout(block_tokens=128, groups=(make_group("csa_kv", "block", [("csa_kv", 2, 32, "fp32", 16)]),))
 BLOCKS, SLOTS = 12, 4
@@ -43,26 +44,40 @@ class Bench:
             clock=lambda: self.now,
         )
         self._keys = itertools.count(1)
+        self._branches: dict[int, list[int]] = {}
 
-    def accept(self, name: str, tokens: int = 300, *, landing: bool = True, **sampling: object) -> Landing | None:
-        where = None
-        if landing:
-            where = Landing(
-                request_id=name,
-                key=next(self._keys),
-                generation=7,
-                num_tokens=tokens,
-                block_ids=tuple(range(-(-tokens // 128))),
-                slot=0,
-                layout=LAYOUT.fingerprint(),
-                agents=("decode.0",),
-                leader_url="http://decode",
-            )
+    def landing(self, name: str, tokens: int) -> Landing:
+        return Landing(
+            request_id=name,
+            key=next(self._keys),
+            generation=7,
+            num_tokens=tokens,
+            block_ids=tuple(range(-(-tokens // 128))),
+            slot=0,
+            layout=LAYOUT.fingerprint(),
+            agents=("decode.0",),
+            leader_url="http://decode",
+        )
+
+    def accept(
+        self,
+        name: str,
+        tokens: int = 300,
+        *,
+        landing: bool = True,
+        branches: Sequence[tuple[str, Landing | None]] = (),
+        **sampling: object,
+    ) -> Landing | None:
+        where = self.landing(name, tokens) if landing else None
         request = PrefillRequest(
             request_id=name,
             prompt_token_ids=[5] * tokens,
             sampling=SamplingParams(**{"max_tokens": 8, **sampling}),  # type: ignore[arg-type]
             landing=encode(where) if where else None,
+            branches=[
+                PrefillBranch(request_id=branch, seed=100 + n, landing=encode(there) if there else None)
+                for n, (branch, there) in enumerate(branches)
+            ],
         )
 
         def on_result(result: PrefillResult | errors.RequestError) -> None:
@@ -72,14 +87,18 @@ class Bench:
         self.worker.accept(request, on_result)
         return where
 
-    def step(self, token: int = 42) -> StepPlan | None:
+    def step(self, token: int = 42, **branch_tokens: int) -> StepPlan | None:
         plan = self.worker.schedule()
         if plan is not None:
-            self.commit(plan, token)
+            self.commit(plan, token, *branch_tokens.values())
         return plan
 
-    def commit(self, plan: StepPlan, token: int = 42) -> None:
+    def commit(self, plan: StepPlan, token: int = 42, *branch_tokens: int) -> None:
+        for start in plan.starts:
+            self._branches[start.seq] = [branch.seq for branch in start.branches]
         tokens = [(s.seq, token) for s in plan.steps if s.sample]
+        for seq, _ in list(tokens):
+            tokens += zip(self._branches[seq], branch_tokens, strict=True)
         self.worker.commit(plan, StepResult(rank=0, number=plan.number, tokens=tokens))
 
     def done(self, landing: Landing | None, status: str, *, rank: int = 0, is_last: bool = False) -> None:
@@ -354,3 +373,126 @@ def test_pushes_held_by_a_test_are_never_sent_once_the_request_is_aborted() -> N
     bench.worker.abort(AbortRequest(request_id="a"))
     bench.worker.seams.release()
     assert bench.pushes() == [(0, 1, False)]
+
+
+# ---------------------------------------------------------------- several answers to one prompt
+
+
+def branched(tokens: int = 300, **options: object) -> tuple[Bench, list[Landing]]:
+    """A bench with one prompt and three answers, "a", "b" and "c"."""
+    bench = Bench()
+    there = [bench.landing(name, tokens) for name in "bc"]
+    first = bench.accept("a", tokens, branches=list(zip("bc", there, strict=True)), **options)
+    assert first is not None
+    return bench, [first, *there]
+
+
+def pushed_to(bench: Bench, landing: Landing) -> list[tuple[int, int, bool, int]]:
+    plans = [m for m in bench.sent if isinstance(m, PushPlan) and m.landing.key == landing.key]
+    return [(m.first, m.last, m.is_last, m.first_token) for m in plans]
+
+
+def test_one_prompt_gives_each_of_its_answers_a_token_and_a_whole_cache() -> None:
+    bench, landings = branched()
+    start = bench.step()
+    assert start is not None
+    assert [branch.sampling.seed for branch in start.starts[0].branches] == [100, 101]
+    bench.step(42, b=43, c=44)
+    assert bench.worker.stats().prompt_tokens == 300
+    result = bench.answers["a"]
+    assert isinstance(result, PrefillResult)
+    told = [(one.request_id, one.token_id, one.finish_reason) for one in (result, *result.branches)]
+    assert told == [("a", 42, None), ("b", 43, None), ("c", 44, None)]
+    for landing, token in zip(landings, (42, 43, 44), strict=True):
+        assert pushed_to(bench, landing) == [(0, 1, False, -1), (1, 3, True, token)]
+    for landing in landings:
+        assert not bench.is_all_free()
+        bench.done(landing, "done", is_last=True)
+    assert bench.is_all_free()
+
+
+def test_answer_that_ends_with_its_first_token_hands_nothing_over_and_its_siblings_go_on() -> None:
+    bench, landings = branched(10)
+    bench.step(42, b=1, c=44)
+    result = bench.answers["a"]
+    assert isinstance(result, PrefillResult)
+    assert [(one.finish_reason, one.handed_over) for one in (result, *result.branches)] == [
+        (None, True),
+        ("stop", False),
+        (None, True),
+    ]
+    assert pushed_to(bench, landings[1]) == []
+    for landing in (landings[0], landings[2]):
+        bench.done(landing, "done", is_last=True)
+    assert bench.is_all_free()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_aborted_answer_is_not_written_and_its_siblings_are(name: str) -> None:
+    bench, landings = branched(10)
+    reply = bench.worker.abort(AbortRequest(request_id=name))
+    assert (reply.known, reply.drained) == (True, True)
+    bench.step(42, b=43, c=44)
+    result = bench.answers["a"]
+    assert isinstance(result, PrefillResult)
+    reasons = {one.request_id: one.finish_reason for one in (result, *result.branches)}
+    assert reasons == {**dict.fromkeys("abc"), name: "abort"}
+    aborted = landings["abc".index(name)]
+    assert pushed_to(bench, aborted) == []
+    for landing in landings:
+        if landing is not aborted:
+            bench.done(landing, "done", is_last=True)
+    assert bench.is_all_free()
+
+
+def test_answer_aborted_while_it_is_written_gets_no_more_and_its_drained_word() -> None:
+    bench, landings = branched(300)
+    bench.step()
+    reply = bench.worker.abort(AbortRequest(request_id="b"))
+    assert (reply.known, reply.drained, bench.cancels()) == (True, False, 1)
+    bench.step(42, b=43, c=44)
+    assert pushed_to(bench, landings[1]) == [(0, 1, False, -1)]
+    for landing in (landings[0], landings[2]):
+        bench.done(landing, "done", is_last=True)
+    assert not bench.is_all_free()
+    bench.done(landings[1], "drained")
+    assert bench.is_all_free()
+
+
+def test_prompt_is_dropped_when_all_of_its_answers_are_aborted() -> None:
+    bench, _ = branched(300)
+    for name in "bac":
+        assert not isinstance(bench.answers.get("a"), errors.Aborted)
+        bench.worker.abort(AbortRequest(request_id=name))
+    assert isinstance(bench.answers["a"], errors.Aborted)
+    assert bench.is_all_free()
+
+
+def test_branch_that_was_aborted_before_the_prompt_arrived_is_left_out() -> None:
+    bench = Bench()
+    bench.worker.abort(AbortRequest(request_id="b"))
+    there = bench.landing("b", 10)
+    first = bench.accept("a", 10, branches=[("b", there)])
+    bench.step(42, b=43)
+    assert pushed_to(bench, there) == []
+    bench.done(first, "done", is_last=True)
+    assert bench.is_all_free()
+
+
+def test_failure_of_one_branch_fails_the_prompt_with_its_reason() -> None:
+    bench, _ = branched(10)
+    plan = bench.worker.schedule()
+    assert plan is not None
+    seqs = [plan.starts[0].seq, *(branch.seq for branch in plan.starts[0].branches)]
+    result = StepResult(rank=0, number=plan.number, tokens=[(seqs[0], 42), (seqs[2], 44)], failed=[(seqs[1], "no way")])
+    bench.worker.commit(plan, result)
+    answer = bench.answers["a"]
+    assert isinstance(answer, errors.RequestError) and "no way" in str(answer)
+    assert bench.is_all_free()
+
+
+def test_two_answers_with_one_id_are_refused() -> None:
+    bench = Bench()
+    with pytest.raises(errors.InvalidRequest, match="'a' is here already"):
+        bench.accept("a", 10, branches=[("a", bench.landing("a", 10))])
+    assert bench.is_all_free()
