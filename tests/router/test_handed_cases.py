@@ -1,4 +1,4 @@
-"""The handed API cases that this stage reaches, driven from the file: API-01, 02, 03, 04, 07, 09."""
+"""The handed API cases of the router, driven from the file: API-01 to 04 and 07 to 09."""
 
 from __future__ import annotations
 
@@ -26,39 +26,56 @@ class Answer:
     finish_reasons: list[str] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     num_usage_chunks: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     chunks: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read(response) -> Answer:
+    (answer,) = read_all(response)
+    return answer
+
+
+def read_all(response) -> list[Answer]:
+    """Return every choice, in the order of their indices; each is told the request's usage."""
     assert response.status_code == 200, response.text
     if response.headers["content-type"].startswith("application/json"):
         body = response.json()
-        choice = body["choices"][0]
-        message = choice.get("message", {"content": choice.get("text")})
-        return Answer(
-            message["content"], message.get("reasoning_content") or "", [choice["finish_reason"]], body["usage"], 1
-        )
+        answers = []
+        for index, choice in enumerate(body["choices"]):
+            assert choice["index"] == index
+            message = choice.get("message", {"content": choice.get("text")})
+            answer = Answer(message["content"], message.get("reasoning_content") or "", [choice["finish_reason"]])
+            answer.usage, answer.num_usage_chunks = body["usage"], 1
+            answer.logprobs = (choice["logprobs"] or {}).get("content", [])
+            answers.append(answer)
+        return answers
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = [line.removeprefix("data: ") for line in response.content.decode().split("\n\n") if line]
     assert events[-1] == "[DONE]"
-    answer = Answer(chunks=[json.loads(event) for event in events[:-1]])
-    assert len({(c["id"], c["created"], c["model"]) for c in answer.chunks}) == 1
-    for chunk in answer.chunks:
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+    by_index: dict[int, Answer] = {}
+    usages = []
+    for chunk in chunks:
         if not chunk["choices"]:
-            answer.num_usage_chunks += 1
-            answer.usage = chunk["usage"]
-            assert chunk is answer.chunks[-1]
+            usages.append(chunk["usage"])
+            assert chunk is chunks[-1]
             continue
         assert chunk.get("usage") is None
-        choice = chunk["choices"][0]
+        (choice,) = chunk["choices"]
+        answer = by_index.setdefault(choice["index"], Answer())
+        answer.chunks.append(chunk)
         delta = choice.get("delta", {"content": choice.get("text")})
         answer.content += delta.get("content") or ""
         answer.reasoning += delta.get("reasoning_content") or ""
+        answer.logprobs += (choice["logprobs"] or {}).get("content", [])
         if choice["finish_reason"] is not None:
             answer.finish_reasons.append(choice["finish_reason"])
-        else:
+        elif not choice["logprobs"]:
             assert delta.get("role") or delta.get("content") or delta.get("reasoning_content"), "an empty chunk"
-    return answer
+    for answer in by_index.values():
+        answer.num_usage_chunks, answer.usage = len(usages), usages[0] if usages else None
+    return [by_index[index] for index in range(len(by_index))]
 
 
 def body_of(case: dict[str, Any], variant: dict[str, Any], *, stream: bool) -> dict[str, Any]:
@@ -111,7 +128,7 @@ def byte_pieces(tokenizer, hexes: list[str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("variant", [v for v in variants("API-02") if v.id != "with_logprobs"])
+@pytest.mark.parametrize("variant", variants("API-02"))
 def test_api_02_characters_split_over_tokens_come_out_whole(cluster, tokenizer, variant, stream):
     body = body_of(CASES["API-02"], variant, stream=stream)
     answer = ask(cluster, byte_pieces(tokenizer, variant["bytes_hex"]), body)
@@ -119,25 +136,31 @@ def test_api_02_characters_split_over_tokens_come_out_whole(cluster, tokenizer, 
     assert answer.finish_reasons == [variant.get("finish_reason", "stop")]
     if "content" in variant and variant["name"] != "truly_invalid_byte":
         assert "\ufffd" not in answer.content
+    if "logprob_bytes_joined_hex" in variant:
+        assert bytes(b for e in answer.logprobs for b in e["bytes"]).hex() == variant["logprob_bytes_joined_hex"]
+        assert all(len(e["top_logprobs"]) == 1 for e in answer.logprobs)
 
 
-@pytest.mark.parametrize("variant", [v for v in variants("API-03") if v.id != "as_is"])
+@pytest.mark.parametrize("variant", variants("API-03"))
 def test_api_03_usage_comes_once_and_adds_up(cluster, pieces_to_ids, variant):
     case = CASES["API-03"]
-    body = body_of(case, variant, stream=True) | {"n": 1} | variant.get("override", {})
-    answer = ask(cluster, pieces_to_ids(case["input"]["pieces_per_choice"]), body)
+    body = {"stream": True} | body_of(case, variant, stream=True) | variant.get("override", {})
+    cluster.script = pieces_to_ids(case["input"]["pieces_per_choice"])
+    answers = read_all(cluster.post("/v1/chat/completions", body))
+    cluster.assert_clean()
+    assert [a.content for a in answers] == ["abcd"] * body["n"]
+    assert [a.finish_reasons for a in answers] == [["length"]] * body["n"]
     wants_usage = (body.get("stream_options") or {}).get("include_usage", not body["stream"])
-    assert answer.num_usage_chunks == int(wants_usage)
-    assert answer.finish_reasons == ["length"]
+    assert answers[0].num_usage_chunks == int(wants_usage)
     if wants_usage:
-        assert answer.usage["completion_tokens"] == 4
-        assert answer.usage["prompt_tokens"] == len(cluster.prefill_log[-1].prompt_token_ids)
-        assert answer.usage["total_tokens"] == answer.usage["prompt_tokens"] + 4
-
-
-def test_api_03_several_choices_are_refused_by_name(cluster):
-    answer = cluster.post("/v1/chat/completions", CASES["API-03"]["input"]["http"]["body"])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        prompt = len(cluster.prefill_log[-1].prompt_token_ids)
+        assert answers[0].usage == {
+            "prompt_tokens": prompt,
+            "completion_tokens": 4 * body["n"],
+            "total_tokens": prompt + 4 * body["n"],
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -162,6 +185,20 @@ def test_api_04_zero_tokens_are_refused_by_name(cluster, variant):
     assert answer.json()["error"]["param"] in ("max_tokens", "echo", "logprobs")
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_api_04_limits_hold_for_the_first_tokens_of_several_choices(cluster, pieces_to_ids, n):
+    variant = CASES["API-04"]["input"]["variants"][0]
+    cluster.script = pieces_to_ids(variant["pieces"])
+    cluster.prefill_log.clear()
+    steps = cluster.hold("step_gate")
+    body = body_of(CASES["API-04"], variant, stream=False) | {"n": n}
+    answers = read_all(cluster.post("/v1/chat/completions", body))
+    cluster.let_go(steps)
+    assert [(a.content, a.finish_reasons) for a in answers] == [(variant["content"], ["length"])] * n
+    assert answers[0].usage["completion_tokens"] == n
+    assert [len(request.branches) for request in cluster.prefill_log] == [n - 1], "one prefill for all"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("variant", variants("API-07"))
 def test_api_07_every_character_lands_in_the_right_field(cluster, pieces_to_ids, variant, stream):
@@ -183,6 +220,23 @@ def test_api_07_thinking_can_be_the_servers_default(make_cluster, pieces_to_ids)
         assert (answer.reasoning, answer.content) == ("Thinking", "Answer")
         off = body | {"chat_template_kwargs": {"thinking": False}}
         assert ask(cluster, pieces_to_ids(["Hi", "<EOS>"]), off).content == "Hi"
+
+
+def test_api_08_messages_of_every_shape_clients_send(cluster):
+    case = CASES["API-08"]["input"]
+    prompts: dict[str, list[int]] = {}
+    for variant in case["variants"]:
+        cluster.prefill_log.clear()
+        answer = cluster.post(case["path"], case["common"] | {"messages": variant["messages"]})
+        check_error(answer, variant)
+        assert answer.status_code == variant["status"], variant["name"]
+        if answer.status_code == 200:
+            prompts[variant["name"]] = cluster.prefill_log[-1].prompt_token_ids
+        else:
+            assert answer.json()["error"]["param"].startswith("messages"), variant["name"]
+    same = {v["name"]: v["same_prompt_as"] for v in case["variants"] if "same_prompt_as" in v}
+    assert same
+    assert {name: prompts[name] for name in same} == {name: prompts[other] for name, other in same.items()}
 
 
 def check_error(answer, case: dict[str, Any]) -> None:

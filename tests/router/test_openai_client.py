@@ -62,8 +62,11 @@ def test_models(client):
         ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"tools": [{"type": "function", "function": {}}]}, openai.BadRequestError, "tools[0].function.name"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format.type"),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions"),
+        ({"n": 0}, openai.BadRequestError, "n"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs"),
     ],
 )
 def test_errors_name_the_field(client, fields, kind, param):
