@@ -12,6 +12,9 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from router.protocol import FrameDecoder
+from router.sampling import choice_seed
+
 ORACLE = Path(__file__).resolve().parents[1] / "oracle" / "tiny"
 LENGTHS = (1, 5, 64, 127, 128, 129, 131, 256, 257, 300, 701)
 GOLDEN = load_file(ORACLE / "golden.safetensors")
@@ -64,6 +67,68 @@ def test_golden_ids_all_at_once(cluster) -> None:
 
     expected = [GOLDEN[f"gen_{length}"].tolist() for length in LENGTHS for _ in (False, True)]
     assert asyncio.run(everything()) == expected
+
+
+def computed_tokens(cluster) -> int:
+    """Return how many prompt tokens the prefill worker has computed, by the next frame of its stream."""
+    decoder = FrameDecoder()
+    with httpx.stream("GET", f"{cluster.workers()['prefill-0']['url']}/stream?from=0", timeout=10) as stream:
+        for data in stream.iter_bytes():
+            for frame in decoder.feed(data):
+                if frame.stats is not None:
+                    return frame.stats.prompt_tokens
+    raise AssertionError("the stream ended without a frame")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streaming"])
+def test_three_answers_to_one_prompt_cost_one_prefill_and_are_those_of_their_seeds(cluster, stream: bool) -> None:
+    """Each choice goes on at decode from a cache of its own, and samples what it would have sampled alone."""
+    asked = {
+        "model": "oracle-tiny",
+        "prompt": GOLDEN["prompt_300"].tolist(),
+        "max_tokens": 12,
+        "temperature": 1.2,
+        "seed": 7,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    before = computed_tokens(cluster)
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=asked | {"n": 3, "stream": stream}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    answers = [answer_of(reply, index, stream=stream) for index in range(3)]
+    assert computed_tokens(cluster) - before == 300
+    assert len({tuple(answer) for answer in answers}) == 3
+    for index, answer in enumerate(answers):
+        alone = httpx.post(f"{cluster.url}/v1/completions", json=asked | {"seed": choice_seed(7, index)}, timeout=60)
+        assert alone.json()["choices"][0]["token_ids"] == answer
+
+
+def answer_of(reply: httpx.Response, index: int, *, stream: bool) -> list[int]:
+    """Return the token ids of one choice of an answer."""
+    if not stream:
+        return [t for choice in reply.json()["choices"] if choice["index"] == index for t in choice["token_ids"]]
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return [token for choice in choices if choice["index"] == index for token in choice.get("token_ids") or []]
+
+
+def test_first_token_and_those_of_decode_carry_the_log_probabilities_of_the_model(cluster) -> None:
+    asked = {
+        "model": "oracle-tiny",
+        "prompt": GOLDEN["prompt_64"].tolist(),
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 3,
+    }
+    (choice,) = httpx.post(f"{cluster.url}/v1/completions", json=asked, timeout=60).json()["choices"]
+    golden = GOLDEN["gen_64"][:5].tolist()
+    assert choice["token_ids"] == golden
+    values = choice["logprobs"]["token_logprobs"]
+    assert len(values) == 5
+    for value, top in zip(values, choice["logprobs"]["top_logprobs"], strict=True):
+        assert value == max(top.values()) < 0, "a greedy token is the likeliest"
 
 
 def test_every_leader_and_rank_is_a_process_of_its_own(cluster) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.batch import PlanError
-from engine.plan import SequenceStart, SequenceStep, StepPlan
+from engine.plan import SequenceBranch, SequenceStart, SequenceStep, StepPlan
 from router.protocol import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -56,6 +56,25 @@ def test_only_sequences_that_sample_get_tokens(runner):
     )
     tokens, *_ = runner.run(plan)
     assert [seq for seq, _ in tokens] == [2]
+
+
+def test_branches_sample_what_sequences_of_their_own_would(runner):
+    seeds, prompt = (11, 12, 13), [5, 6, 7, 8]
+    samplings = [SamplingParams(max_tokens=9, temperature=1.5, seed=seed, num_logprobs=2) for seed in seeds]
+    alone = []
+    for n, sampling in enumerate(samplings):
+        starts = [start(90 + n, sampling=sampling, token_ids=prompt)]
+        alone.append(runner.run(StepPlan(number=n, starts=starts, steps=[step(90 + n, 0, prompt)])))
+        runner.sequences.end(90 + n)
+    branches = [SequenceBranch(seq=2 + n, sampling=sampling) for n, sampling in enumerate(samplings[1:])]
+    starts = [start(1, sampling=samplings[0], token_ids=prompt, branches=branches), start(7, slot=1, blocks=(1,))]
+    together = runner.run(StepPlan(number=9, starts=starts, steps=[step(1, 0, prompt), step(7, 0, [9])]))
+    assert [token for seq, token in together.tokens if seq != 7] == [outcome.tokens[0][1] for outcome in alone]
+    assert len({token for _, token in together.tokens}) > 1, "the seeds must make a difference"
+    assert [seq for seq, _ in together.tokens] == [1, 2, 3, 7]
+    assert [seq for seq, _ in together.logprobs] == [1, 2, 3]
+    for (_, ours), outcome in zip(together.logprobs, alone, strict=True):
+        assert ours.logprob == pytest.approx(outcome.logprobs[0][1].logprob, abs=1e-4)
 
 
 def test_on_logits_sees_the_last_position_and_the_row_that_was_sampled(runner):
