@@ -66,6 +66,63 @@ def test_wrong_method_is_told_the_right_one(cluster):
     assert cluster.http.get("/v1/completions").json()["error"]["message"] == "GET is not allowed here; use POST"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "word"),
+    [
+        ("POST", "/v1/embeddings", "embeddings"),
+        ("POST", "/v1/responses", "responses"),
+        ("GET", "/v1/responses/resp_1", "responses"),
+        ("POST", "/v1/images/generations", "images"),
+        ("POST", "/v1/audio/transcriptions", "audio"),
+        ("POST", "/v1/moderations", "moderation"),
+        ("POST", "/v1/rerank", "reranking"),
+        ("DELETE", "/v1/files/file-1", "files"),
+        ("POST", "/v1/messages", "messages"),
+    ],
+)
+def test_routes_that_others_have_are_refused_by_name(cluster, method, path, word):
+    answer = cluster.http.request(method, path, content=b"anything")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], answer.headers["x-should-retry"]) == (501, "unsupported_route", "false")
+    assert word in error["message"]
+    assert "/v1/chat/completions" in error["message"]
+
+
+def test_a_refused_upload_leaves_the_connection_usable(cluster):
+    assert cluster.http.post("/v1/audio/transcriptions", content=b"x" * (4 << 20)).status_code == 501
+    assert cluster.http.get("/live").status_code == 200
+
+
+def test_health_can_be_had_by_making_tokens(cluster):
+    reserves = len(cluster.decodes[0].calls)
+    answer = cluster.http.get("/health_generate")
+    assert (answer.status_code, answer.json()["num_tokens"]) == (200, 2)
+    assert len(cluster.decodes[0].calls) > reserves
+    cluster.assert_clean()
+
+
+def test_health_by_tokens_fails_when_no_pair_can_make_any(make_cluster):
+    with make_cluster(waits_ready=False) as cluster:
+        cluster.call(lambda: cluster.decodes[0].set_state("loading"))
+        cluster.wait(lambda: cluster.router.registry.workers[1].state == "loading")
+        answer = cluster.http.get("/health_generate")
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_server_info_tells_limits_and_configuration(cluster):
+    info = cluster.http.get("/server_info").json()
+    assert (info["model"], info["max_model_len"], info["vocab_size"]) == ("dsv4-tiny", 4096, 129280)
+    assert info["config"]["max_queue"] == 1024
+    assert info["config"]["decode"] == [cluster.decodes[0].url]
+
+
+def test_answers_tell_how_long_they_took(cluster):
+    for answer in (cluster.http.get("/live"), cluster.http.get("/nowhere"), cluster.post("/v1/completions", b"{}")):
+        assert 0 <= int(answer.headers["openai-processing-ms"]) < 10_000
+        assert answer.headers.get_list("x-request-id") == [answer.headers["x-request-id"]]
+
+
 def test_request_id_is_cleaned_and_echoed(cluster):
     body = {"model": "dsv4-tiny", "prompt": [5, 6], "max_tokens": 1}
     answer = cluster.post("/v1/completions", body)
