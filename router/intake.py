@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 # Beyond the limit a body is read on, unstored, so that the client gets to read the refusal; up to this much.
 MAX_DISCARDED_BYTES = 64 << 20
 THREAD_TEXT_CHARS = 10_000
+# The tokenizer takes some 120 bytes a character while it works, so of texts like these one is encoded at a time.
+HUGE_TEXT_CHARS = 1 << 20
 THREAD_MESSAGES = 1_000
 _REQUEST_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
@@ -58,6 +61,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._texts = EncodingTexts.from_folder(config.model)
         self._guides: Guides | None = None
+        self._huge_texts = asyncio.Lock()
         self._config_vocab_size = _config_vocab_size(Path(config.model))
 
     def limits(self) -> Limits:
@@ -130,7 +134,8 @@ class Intake:
             )
         if len(text) < THREAD_TEXT_CHARS:
             return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+        async with self._huge_texts if len(text) > HUGE_TEXT_CHARS else nullcontext():
+            return await asyncio.to_thread(self._tokenizer.encode, text)
 
     def check_model(self, model: str | None) -> None:
         """Raise ApiError if a request names another model than ours."""

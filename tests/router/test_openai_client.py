@@ -1,11 +1,35 @@
-"""The openai Python client against a real port: chat, streaming, errors."""
+"""The openai Python client against a real port: chat, streaming, tools, log probabilities, several choices, errors."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["town"],
+        },
+    },
+}
+CALLS = [
+    "Let me look.", "\n\n<｜DSML｜tool", "_calls>\n", '<｜DSML｜invoke name="get_weather">\n',
+    '<｜DSML｜parameter name="town" string="true">Ri', "ga</｜DSML｜parameter>\n",
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n', "</｜DSML｜invoke>\n",
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="town" string="true">Oslo</｜DSML｜parameter>\n',
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", "<EOS>",
+]  # fmt: skip
+ARGUMENTS = [{"town": "Riga", "days": 3}, {"town": "Oslo"}]
 
 
 @pytest.fixture
@@ -97,3 +121,170 @@ def test_a_client_that_closes_its_stream_is_let_go(cluster, client):
     stream.close()
     cluster.assert_clean()
     cluster.call(lambda: setattr(cluster, "step_s", 0.0))
+
+
+def test_tool_calls(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(CALLS)
+    choice = client.chat.completions.create(model="dsv4-tiny", messages=HI, tools=[WEATHER]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert [c.function.name for c in choice.message.tool_calls] == ["get_weather"] * 2
+    assert [json.loads(c.function.arguments) for c in choice.message.tool_calls] == ARGUMENTS
+    assert len({c.id for c in choice.message.tool_calls}) == 2
+
+
+def test_tool_calls_of_a_stream_add_up_to_the_same(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(CALLS)
+    chunks = client.chat.completions.create(model="dsv4-tiny", messages=HI, tools=[WEATHER], stream=True)
+    names: list[str] = []
+    arguments: dict[int, str] = {}
+    content = ""
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for call in delta.tool_calls or []:
+            if call.function.name:
+                assert call.id
+                assert call.type == "function"
+                names.append(call.function.name)
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    assert chunk.choices[0].finish_reason == "tool_calls"
+    assert (content, names) == ("Let me look.", ["get_weather"] * 2)
+    assert [json.loads(text) for text in arguments.values()] == ARGUMENTS
+
+
+def test_the_clients_own_stream_helper_reads_the_calls(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(CALLS)
+    with client.chat.completions.stream(model="dsv4-tiny", messages=HI, tools=[WEATHER]) as stream:
+        calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert [json.loads(call.function.arguments) for call in calls] == ARGUMENTS
+
+
+def test_one_call_only_on_demand(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(CALLS)
+    answer = client.chat.completions.create(model="dsv4-tiny", messages=HI, tools=[WEATHER], parallel_tool_calls=False)
+    assert [json.loads(c.function.arguments) for c in answer.choices[0].message.tool_calls] == ARGUMENTS[:1]
+
+
+def test_calls_and_their_results_go_back_into_the_next_turn(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(CALLS)
+    message = client.chat.completions.create(model="dsv4-tiny", messages=HI, tools=[WEATHER]).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+    cluster.script = pieces_to_ids(["Sunny.", "<EOS>"])
+    answer = client.chat.completions.create(model="dsv4-tiny", messages=[*HI, message, *results], tools=[WEATHER])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Sunny.", "stop")
+
+
+def test_a_tool_choice_of_none_leaves_the_text_as_it_is(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(["No call.", "<EOS>"])
+    cluster.prefill_log.clear()
+    for tools in ({"tools": [WEATHER], "tool_choice": "none"}, {}):
+        answer = client.chat.completions.create(model="dsv4-tiny", messages=HI, **tools)
+        assert answer.choices[0].message.content == "No call."
+    assert cluster.prefill_log[0].prompt_token_ids == cluster.prefill_log[1].prompt_token_ids
+
+
+def test_several_choices_have_their_own_answers_from_one_prefill(cluster, client, pieces_to_ids):
+    cluster.choice_scripts = [pieces_to_ids([*word, "<EOS>"]) for word in ("ab", "cde", "f")]
+    cluster.prefill_log.clear()
+    answer = client.chat.completions.create(model="dsv4-tiny", messages=HI, n=3, seed=5)
+    assert [(c.index, c.message.content) for c in answer.choices] == [(0, "ab"), (1, "cde"), (2, "f")]
+    assert answer.usage.completion_tokens == 3 + 4 + 2
+    (request,) = cluster.prefill_log
+    assert request.sampling.seed == 5
+    assert len({5, *(branch.seed for branch in request.branches)}) == 3
+
+
+def test_several_choices_of_a_stream(cluster, client, pieces_to_ids):
+    words = ["ab", "cde", "f"]
+    cluster.choice_scripts = [pieces_to_ids([*word, "<EOS>"]) for word in words]
+    texts, ends, roles = [""] * 3, [0] * 3, [0] * 3
+    for chunk in client.chat.completions.create(model="dsv4-tiny", messages=HI, n=3, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        roles[choice.index] += choice.delta.role is not None
+        ends[choice.index] += choice.finish_reason == "stop"
+    assert (texts, roles, ends) == (words, [1] * 3, [1] * 3)
+
+
+def test_several_prompts_with_several_choices_each(cluster, client, pieces_to_ids, tokenizer):
+    cluster.choice_scripts = [pieces_to_ids([letter, "<EOS>"]) for letter in "abcd"]
+    prompts = ["one", "two and more"]
+    answer = client.completions.create(model="dsv4-tiny", prompt=prompts, n=2, extra_body={"echo": True})
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [c.text for c in answer.choices] == ["onea", "oneb", "two and morec", "two and mored"]
+    assert answer.usage.prompt_tokens == sum(len(tokenizer.encode(p)) for p in prompts)
+
+
+def test_prompts_of_one_request_have_the_seeds_of_requests_of_their_own(cluster, client):
+    cluster.prefill_log.clear()
+    client.completions.create(model="dsv4-tiny", prompt=[[5, 6], [7, 8]], n=2, seed=9, max_tokens=2)
+    seeds = {tuple(r.prompt_token_ids): [r.sampling.seed, *(b.seed for b in r.branches)] for r in cluster.prefill_log}
+    assert seeds[5, 6] == seeds[7, 8]
+    assert seeds[5, 6][0] == 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(cluster, client, pieces_to_ids, stream):
+    cluster.script = pieces_to_ids(["Hel", "lo", " there", "<EOS>"])
+    answer = client.chat.completions.create(
+        model="dsv4-tiny", messages=HI, logprobs=True, top_logprobs=3, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert b"".join(bytes(entry.bytes) for entry in entries) == b"Hello there"
+    assert all(entry.logprob == -0.25 and len(entry.top_logprobs) == 3 for entry in entries)
+    assert [entry.top_logprobs[0].token for entry in entries] == [entry.token for entry in entries]
+
+
+def test_log_probabilities_of_a_completion(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(["Hel", "lo", " there", "<EOS>"])
+    logprobs = client.completions.create(model="dsv4-tiny", prompt="x", logprobs=2).choices[0].logprobs
+    assert "".join(logprobs.tokens) == "Hello there"
+    assert logprobs.text_offset[0] == 0
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs)
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+
+
+def test_workers_are_asked_for_log_probabilities_only_on_demand(cluster, client):
+    cluster.prefill_log.clear()
+    for logprobs in (None, 0, 4):
+        client.completions.create(model="dsv4-tiny", prompt="x", logprobs=logprobs, max_tokens=1)
+    assert [r.sampling.num_logprobs for r in cluster.prefill_log] == [-1, 0, 4]
+
+
+def test_reasoning_effort_turns_thinking_on(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(["hm", "</think>", "Yes", "<EOS>"])
+    answer = client.chat.completions.create(model="dsv4-tiny", messages=HI, reasoning_effort="high")
+    assert answer.choices[0].message.reasoning_content == "hm"
+    assert answer.choices[0].message.content == "Yes"
+
+
+def test_the_async_client_streams_many_at_once(cluster, pieces_to_ids):
+    cluster.script = pieces_to_ids([*"abcdefgh", "<EOS>"])
+
+    async def one(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(model="dsv4-tiny", messages=HI, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def many() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=0) as client:
+            return await asyncio.gather(*(one(client) for _ in range(20)))
+
+    assert asyncio.run(many()) == ["abcdefgh"] * 20
+
+
+def test_what_the_server_lacks_is_not_tried_again(cluster):
+    with (
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=3) as client,
+        pytest.raises(openai.APIStatusError) as error,
+    ):
+        client.embeddings.create(model="dsv4-tiny", input="x")
+    assert (error.value.status_code, error.value.code) == (501, "unsupported_route")
+
+
+def test_images_are_refused_by_the_part_they_stand_in(client):
+    image: Any = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="dsv4-tiny", messages=[{"role": "user", "content": image}])
+    assert (error.value.param, error.value.code) == ("messages[0].content[1].type", "unsupported_content")
