@@ -132,13 +132,20 @@ def _kernels(argv: list[str]) -> int:
     return run(argv[1:], prog="isthmus kernels check")
 
 
-@verb("bench", "`bench kernels`: measure GPU kernels on the GPU of this machine")
+@verb(
+    "bench", "`bench router`: measure the router on one core; `bench kernels`: GPU kernels on the GPU of this machine"
+)
 def _bench(argv: list[str]) -> int:
-    if argv[:1] != ["kernels"]:
-        return _usage("bench", "kernels --group GROUP [--filter TEXT] [--json FILE]", argv)
-    from kernels.bench import main as run
+    if argv[:1] == ["kernels"]:
+        from kernels.bench import main as run_kernels
 
-    return run(argv[1:], prog="isthmus bench kernels")
+        return run_kernels(argv[1:], prog="isthmus bench kernels")
+    if argv[:1] == ["router"]:
+        from router.bench import main as run_router
+
+        model = [] if any(word.split("=")[0] == "--model" for word in argv) else ["--model", "dsv4-tiny"]
+        return run_router(_with_model_folder([*argv[1:], *model]), prog="isthmus bench router")
+    return _usage("bench", "kernels --group GROUP [...] | router [...]      (each with --help)", argv)
 
 
 @verb("router", "run a router by hand, = python -m router")

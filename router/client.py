@@ -6,17 +6,21 @@ told apart, since it says that no process listens there any more.
 
 from __future__ import annotations
 
+import errno
+import io
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
-import httpx
+import aiohttp
 import msgspec
+from yarl import URL
 
 from router import protocol
 from router.protocol import ErrorBody, ErrorCode
 
 CONNECT_TIMEOUT_S = 2.0
 CONTROL_TIMEOUT_S = 5.0
+LARGE_BODY_BYTES = 1 << 20
 
 T = TypeVar("T", bound=protocol.Message)
 
@@ -47,13 +51,25 @@ class WorkerClient:
         """router: the name of this router's life, under which it reads streams."""
         self.url, self.router = url, router
         self.on_prefill: Callable[[protocol.PrefillRequest, protocol.PrefillResult], None] | None = None
-        # Every open answer may hold a connection of its own while it is prefilled.
-        # The expiry lies below the 5 s after which uvicorn closes an idle connection: a request must not meet that.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0)
-        self._http = httpx.AsyncClient(base_url=url, trust_env=False, limits=limits, timeout=CONTROL_TIMEOUT_S)
+        self._session: aiohttp.ClientSession | None = None  # can be made only where an event loop runs
+        self._urls: dict[str, URL] = {}
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Every open answer may hold a connection of its own while it is prefilled.
+            # They expire before the 5 s after which uvicorn closes an idle one: a request must not meet that.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+                auto_decompress=False,
+            )
+        return self._session
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def info(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> protocol.WorkerInfo:
         """Return what the worker says of itself."""
@@ -99,19 +115,18 @@ class WorkerClient:
         on_open: called once the worker has agreed; no frame made after that is missing.
         Raises WorkerUnreachable when nothing came for `silence_s` (a worker sends at least one frame a second).
         """
-        timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        url = URL(self.url + "/stream").with_query({"from": start, "router": self.router})
         frames = protocol.FrameDecoder()
         try:
-            async with self._http.stream(
-                "GET", "/stream", params={"from": start, "router": self.router}, timeout=timeout
-            ) as response:
-                if response.status_code != 200:
-                    raise _failure(self.url, "/stream", response.status_code, await response.aread())
+            async with self._http.get(url, timeout=timeout) as response:
+                if response.status != 200:
+                    raise _failure(self.url, "/stream", response.status, await response.read())
                 on_open()
-                async for data in response.aiter_raw():
+                async for data in response.content.iter_any():
                     for frame in frames.feed(data):
                         yield frame
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _unreachable(self.url, "/stream", error) from error
         except (ValueError, msgspec.DecodeError) as error:
             raise WorkerUnreachable(f"{self.url}/stream: {error}") from error
@@ -126,34 +141,28 @@ class WorkerClient:
             raise WorkerError("internal", f"{self.url}{path}: answer is no {kind.__name__}: {error}") from None
 
     async def _send(self, method: str, path: str, *, timeout_s: float, content: bytes | None = None) -> bytes:
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
         headers = {"content-type": "application/msgpack"} if content is not None else {}
+        url = self._urls.get(path) or self._urls.setdefault(path, URL(self.url + path))
+        # A large body is handed over piece by piece.
+        data = io.BytesIO(content) if content is not None and len(content) >= LARGE_BODY_BYTES else content
         try:
-            response = await self._http.request(method, path, content=content, timeout=timeout, headers=headers)
-        except httpx.HTTPError as error:
+            async with self._http.request(method, url, data=data, timeout=timeout, headers=headers) as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _unreachable(self.url, path, error) from error
-        if response.status_code != 200:
-            raise _failure(self.url, path, response.status_code, response.content)
-        return response.content
+        if status != 200:
+            raise _failure(self.url, path, status, body)
+        return body
 
 
-def _unreachable(url: str, path: str, error: httpx.HTTPError) -> WorkerUnreachable:
+def _unreachable(url: str, path: str, error: Exception) -> WorkerUnreachable:
     return WorkerUnreachable(
         f"{url}{path}: no answer: {type(error).__name__} {error}".rstrip(),
-        is_refused=_is_refused(error),
-        is_timeout=isinstance(error, httpx.TimeoutException),
+        # Several addresses that all refuse are one error; other connect errors prove nothing.
+        is_refused=isinstance(error, OSError) and error.errno == errno.ECONNREFUSED,
+        is_timeout=isinstance(error, TimeoutError),
     )
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Return whether the chain of causes says that nobody listens; other connect errors prove nothing."""
-    while error is not None:
-        if isinstance(error, ConnectionRefusedError):
-            return True
-        if isinstance(error, BaseExceptionGroup):
-            return all(_is_refused(e) for e in error.exceptions)
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _failure(url: str, path: str, status: int, body: bytes) -> WorkerError:
