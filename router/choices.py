@@ -53,8 +53,10 @@ class Choices:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            for attempt in self._attempts:  # a task that was cancelled before it began has released nothing
+            # A task that was cancelled before it began has let go of nothing.
+            for attempt in self._attempts:
                 attempt.release()
+            self._dispatcher.forget(self._records)
 
     def end(self, index: int) -> None:
         """Abort a choice that is complete for its reader: nothing more comes of it."""

@@ -105,16 +105,17 @@ class Dispatcher:
     async def open(self, records: Sequence[RequestRecord]) -> list[Attempt]:
         """Wait in the queue with records that answer one prompt; return attempts of the first of them, at least one.
 
-        They share one prefill, and belong to the caller, who gives each to `generate` or releases it. Raises ApiError.
+        They share one prefill, and belong to the caller, who gives each to `generate` or releases it, and in the end
+        calls `forget`. Raises ApiError.
         """
         for record in records:
             self.records[record.request_id] = record
-        try:
-            return await self._admit(records, set())
-        except BaseException:
-            for record in records:
-                self.records.pop(record.request_id, None)
-            raise
+        return await self._admit(records, set())
+
+    def forget(self, records: Sequence[RequestRecord]) -> None:
+        """Strike out what `open` has entered and nothing runs of any more."""
+        for record in records:
+            self.records.pop(record.request_id, None)
 
     async def generate(self, record: RequestRecord, opened: Attempt | None = None) -> AsyncGenerator[Tokens, None]:
         """Yield the answer's tokens as they come, the last with its finish_reason.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
 import socket
 
 import pytest
+
+from router.choices import Choices
+from router.dispatch import RequestRecord
+from router.protocol import SamplingParams
 
 PROMPT = [5, 6, 7]
 
@@ -177,4 +182,24 @@ def test_answer_that_was_let_go_before_it_was_asked_for_is_never_written(make_cl
             request = cluster.prefill_log[0]
             assert gone not in [request.request_id, *(branch.request_id for branch in request.branches)]
             reply.result(20)
+        cluster.assert_clean()
+
+
+def test_choices_cancelled_before_they_begin_leave_nothing(make_cluster):
+    """The client leaves in the very moment in which its prompt was taken to a pair."""
+    with make_cluster() as cluster:
+        dispatcher = cluster.router.dispatcher
+        records = [RequestRecord(f"r{n}", [5, 6], SamplingParams(max_tokens=4)) for n in range(3)]
+
+        async def leave() -> None:
+            choices = Choices(dispatcher, records, num_choices=3)
+            outputs = choices.outputs()
+            reading = asyncio.ensure_future(anext(outputs))
+            while len(choices._tasks) < 4:  # the three are made, and have not run yet
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await outputs.aclose()
+
+        cluster.call(leave)
         cluster.assert_clean()
