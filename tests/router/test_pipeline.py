@@ -309,7 +309,8 @@ def test_no_log_probabilities_are_none(tokenizer):
 FRAGMENTS = [
     OPEN, CLOSE, CALL, BLOCK, '<｜DSML｜invoke name="g">', "</｜DSML｜invoke>", "</｜DSML｜parameter>", "｜DSML｜",
     "</think>", "<think>", '<｜DSML｜parameter name="n" string="false">', '<｜DSML｜parameter name="t" string="true">',
-    "[1, {}]", "<", "</", ">", "\n", "\n\n", " ", "a", " word", '"', "\\", "{", "é", "東京", "🙂", "\x00", "STOP", "ST", "OP",
+    "[1, {}]", "<", "</", ">", "\n", "\n\n", " ", "a", " word", '"', "\\", "{", "é", "東京", "🙂", "\x00", "STOP", "ST",
+    "OP",
 ]  # fmt: skip
 STOPS = ["STOP", "\n\n\n", "</think>a", "🙂é", "OP<", OPEN + "a"]
 TAG = re.compile("<｜DSML｜(tool_calls>|invoke|parameter)|</｜DSML｜(tool_calls|invoke|parameter)>")
