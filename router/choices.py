@@ -50,13 +50,7 @@ class Choices:
                         self._left.remove(index)
                     yield index, outcome
         finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            # A task that was cancelled before it began has let go of nothing.
-            for attempt in self._attempts:
-                attempt.release()
-            self._dispatcher.forget(self._records)
+            await self._close()
 
     def end(self, index: int) -> None:
         """Abort a choice that is complete for its reader: nothing more comes of it."""
@@ -84,3 +78,12 @@ class Choices:
                     await self._queue.put((index, tokens))
         except Exception as error:
             await self._queue.put((index, error))
+
+    async def _close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        # A task that was cancelled before it began has let go of nothing.
+        for attempt in self._attempts:
+            attempt.release()
+        self._dispatcher.forget(self._records)

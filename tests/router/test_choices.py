@@ -193,13 +193,9 @@ def test_choices_cancelled_before_they_begin_leave_nothing(make_cluster):
 
         async def leave() -> None:
             choices = Choices(dispatcher, records, num_choices=3)
-            outputs = choices.outputs()
-            reading = asyncio.ensure_future(anext(outputs))
-            while len(choices._tasks) < 4:  # the three are made, and have not run yet
-                await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            await outputs.aclose()
+            await choices._open(0)  # its tasks are made, and have not run yet
+            assert len(dispatcher.records) == 3
+            await choices._close()
 
         cluster.call(leave)
         cluster.assert_clean()
