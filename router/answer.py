@@ -97,7 +97,9 @@ class FinishedChoice:
 class _OpenChoice:
     head: bytes
     logprobs: LogprobFormat | None
+    text_head: bytes
     is_first: bool = True
+    is_plain: bool = False
 
 
 class AnswerWriter:
@@ -138,23 +140,29 @@ class AnswerWriter:
         head = _encode({"id": self._id, "object": kind, "created": self._created, "model": model})[:-1]
         self._bare_head = b"data: " + head
         self._tail = b"}]" + (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._text_tail = (b"}" if is_chat else b"") + b',"logprobs":null,"finish_reason":null' + self._tail
+        text_field = b'"delta":{"content":' if is_chat else b'"text":'
+        heads = [self._bare_head + b',"choices":[{"index":%d,' % index for index in range(len(usages))]
         self._choices = [
-            _OpenChoice(self._bare_head + b',"choices":[{"index":%d,' % index, logprobs[index] if logprobs else None)
-            for index in range(len(usages))
+            _OpenChoice(head, logprobs[index] if logprobs else None, head + text_field)
+            for index, head in enumerate(heads)
         ]
 
     def chunk(self, piece: Piece, index: int = 0) -> bytes:
         """Return the events that show `piece` of a choice; nothing if there is nothing to show."""
         choice = self._choices[index]
+        if choice.is_plain and not piece.reasoning and not piece.tool_calls:  # nearly every token of every answer
+            return choice.text_head + _encode(piece.content) + self._text_tail if piece.content else b""
         events = b""
         if choice.is_first:
             choice.is_first = False
+            choice.is_plain = not (self._prompts or self._continuous_usage or choice.logprobs)
             events = self._opening(index)
         if piece.tool_calls and self._one_call:
             piece.tool_calls = [call for call in piece.tool_calls if call.index == 0]
         ids = b',"token_ids":' + _encode(piece.token_ids) if self._prompts else b""
         logprobs = b"null"
-        if choice.logprobs is not None and piece.logprobs:
+        if choice.logprobs is not None and piece.logprobs and choice.logprobs.shows(piece.token_ids):
             logprobs = _encode(choice.logprobs.format(piece.token_ids, piece.logprobs))
         if not (
             piece.content or piece.reasoning or piece.tool_calls or (ids and piece.token_ids) or logprobs != b"null"
@@ -236,8 +244,6 @@ class AnswerWriter:
         return self._choices[index].head + body + self._choice_tail()
 
     def _delta(self, piece: Piece) -> bytes:
-        if piece.content and not piece.reasoning and not piece.tool_calls:
-            return b'"delta":{"content":' + _encode(piece.content) + b"}"
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning

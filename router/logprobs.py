@@ -41,11 +41,13 @@ class LogprobFormat:
         self._offset = offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def format(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """Return the `logprobs` of these tokens; None if none of them has an entry."""
+    def shows(self, token_ids: Sequence[int]) -> bool:
+        """Return whether any of these tokens has an entry."""
+        return any(token not in self._hidden for token in token_ids)
+
+    def format(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return the `logprobs` of these tokens."""
         shown = [(t, p) for t, p in zip(token_ids, logprobs, strict=False) if t not in self._hidden]
-        if not shown:
-            return None
         if self._is_chat:
             return {
                 "content": [

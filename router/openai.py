@@ -16,6 +16,8 @@ from router import refusals
 from router.chat import ChatMessage
 from router.errors import InvalidRequest
 
+MAX_DEPTH = 128
+
 
 class StreamOptions(msgspec.Struct):
     """include_usage: a last chunk with the usage.   continuous_usage_stats: the usage so far in every chunk."""
@@ -165,8 +167,29 @@ def parse(body: bytes, kind: type[R]) -> R:
     except RecursionError:
         raise InvalidRequest("body: JSON is nested too deeply", code="invalid_json") from None
     assert isinstance(request, kind)
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(request)
     refusals.check(request)
     return request
+
+
+def _check_depth(request: Request) -> None:
+    """Raise InvalidRequest if a value of free shape nests too deeply for what walks through it by recursion later."""
+    values = [getattr(request, field) for field in request.__struct_fields__ if field not in ("messages", "prompt")]
+    for message in getattr(request, "messages", None) or ():
+        values.append(message.tools)
+        values += [call.function.arguments for call in message.tool_calls or ()]
+    level = [value for value in values if isinstance(value, dict | list)]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"body: JSON is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
 
 
 def guide_field(request: ChatRequest | CompletionRequest) -> str | None:

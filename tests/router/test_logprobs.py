@@ -47,7 +47,8 @@ def test_parts_of_a_character_show_by_their_bytes(tokenizer, by_byte):
 
 def test_tokens_that_are_not_shown_have_no_entry(tokenizer):
     hiding = LogprobFormat(tokenizer, is_chat=True, num_top=0)
-    assert hiding.format([EOS], [of(EOS)]) is None
+    assert not hiding.shows([EOS])
+    assert hiding.format([EOS], [of(EOS)]) == {"content": [], "refusal": None}
     assert len(hiding.format([500, EOS], [of(500), of(EOS)])["content"]) == 1
     showing = LogprobFormat(tokenizer, is_chat=True, num_top=0, hides_special=False)
     assert showing.format([EOS], [of(EOS)])["content"][0]["token"] == "<｜end▁of▁sentence｜>"
@@ -68,7 +69,7 @@ def test_offsets_are_the_places_of_the_tokens_in_the_text(tokenizer, text, cut):
     shown = LogprobFormat(tokenizer, is_chat=False, num_top=0, hides_special=False)
     offsets = []
     for part in (ids[:cut], ids[cut:]):
-        offsets += (shown.format(part, [of(t) for t in part]) or {"text_offset": []})["text_offset"]
+        offsets += shown.format(part, [of(t) for t in part])["text_offset"]
     data = [tokenizer.token_bytes[t] for t in ids]
     assert offsets == [len(b"".join(data[:n]).decode("utf-8", "ignore")) for n in range(len(ids))]
 

@@ -56,6 +56,36 @@ def test_a_missing_field_is_named():
     assert refused(lambda: parse(b"{}", ChatRequest)).param == "messages"
 
 
+def nested(depth: int) -> object:
+    value: object = 0
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": nested(65)},
+        {"tool_choice": nested(400)},
+        {"logits_processors": nested(400)},
+        {"tools": [nested(65)]},
+        {"messages": [{"role": "system", "content": "x", "tools": [nested(65)]}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested(65)}}]},
+            ]
+        },
+    ],
+)
+def test_values_that_nest_too_deeply_are_refused(fields):
+    assert refused(lambda: chat(**fields)).code == "invalid_json"
+
+
+def test_values_that_nest_as_schemas_do_are_taken():
+    chat(guided_json=nested(60))
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"nonsense", b"\xff\xfe", b'{"a":NaN}', b"[" * 100_000, b'{"messages":'])
 def test_bodies_that_are_no_json_object_are_refused(body):
     refused(lambda: parse(body, ChatRequest))
