@@ -429,9 +429,10 @@ def test_answer_that_ends_with_its_first_token_hands_nothing_over_and_its_siblin
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_aborted_answer_is_not_written_and_its_siblings_are(name: str) -> None:
-    bench, landings = branched(10)
+    bench, landings = branched(300)
     reply = bench.worker.abort(AbortRequest(request_id=name))
     assert (reply.known, reply.drained) == (True, True)
+    bench.step()
     bench.step(42, b=43, c=44)
     result = bench.answers["a"]
     assert isinstance(result, PrefillResult)
