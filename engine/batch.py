@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.grammar import Grammars
 from engine.plan import SequenceStart, SequenceStep
 from engine.sampler import SamplingState
 from kernels.ragged import RaggedBatch
@@ -62,11 +63,19 @@ class RunningSequences:
     """The sequences that this rank knows, by number."""
 
     def __init__(
-        self, *, num_blocks: int, num_slots: int, block_tokens: int, vocab_size: int, eos: Sequence[int]
+        self,
+        *,
+        num_blocks: int,
+        num_slots: int,
+        block_tokens: int,
+        vocab_size: int,
+        eos: Sequence[int],
+        grammars: Grammars,
     ) -> None:
         self._num_blocks, self._num_slots = num_blocks, num_slots
         self._block_tokens, self._vocab_size = block_tokens, vocab_size
         self._eos = tuple(eos)
+        self._grammars = grammars
         self._running: dict[int, RunningSequence] = {}
 
     def __len__(self) -> int:
@@ -143,7 +152,11 @@ class RunningSequences:
         return [msgspec.structs.replace(step, new_block_ids=[]) for step in steps]
 
     def _state(self, start: SequenceStart, sampling: SamplingParams) -> SamplingState:
-        return SamplingState(sampling, start.token_ids, start.num_outputs, eos=self._eos)
+        grammar = None
+        if sampling.guide is not None:
+            outputs = start.token_ids[len(start.token_ids) - start.num_outputs :]
+            grammar = self._grammars.start(sampling.guide, outputs)
+        return SamplingState(sampling, start.token_ids, start.num_outputs, eos=self._eos, grammar=grammar)
 
     def _check_blocks(self, seq: int, block_ids: Sequence[int]) -> None:
         bad = [b for b in block_ids if not 0 <= b < self._num_blocks]

@@ -94,9 +94,12 @@ class Grammars:
         return GrammarState(self, guide, list(outputs))
 
     def warm(self) -> None:
-        """Build the tables now: the first guided sequence would make all others wait for it. Raises GrammarError."""
-        with self._lock:
-            self._tokenizer  # noqa: B018
+        """Build the tables now: the first guided sequence would make all others wait for it."""
+        try:
+            with self._lock:
+                self._tokenizer  # noqa: B018
+        except GrammarError as error:
+            log.warning("no guided decoding: %s", error)
 
     def submit(self, function: Callable[..., NDArray[np.int32]], *args: object) -> Future[NDArray[np.int32]]:
         """Run it in a thread; the result raises GrammarError, and nothing else."""
@@ -115,14 +118,8 @@ class Grammars:
         # Imported here: ranks that never see a guide need not have it.
         from llguidance import LLMatcher, LLParserLimits
 
-        # In units of the library: 20 ms to build, 15 ms a mask, 40 MB of states; a hundred times what schemas need.
-        limits = LLParserLimits(
-            initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=200_000,
-            step_max_items=50_000,
-            max_lexer_states=20_000,
-            verbose_errors=False,
-        )
+        # States are memory, 1 to 2 KB each. The library's other limits are a hundred times what schemas need.
+        limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(f"the grammar can't be compiled: {_first_line(matcher.get_error())}")
@@ -134,9 +131,9 @@ class Grammars:
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
         try:
+            from llguidance import LLTokenizer
+
             return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos)
         except Exception as error:  # the library names no type of its own
             raise GrammarError(f"{self._file.name} of the model can't be used for guided decoding: {error}") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from engine.allocator_fault import AllocatorFault, is_out_of_memory
 from engine.batch import Batch, RunningSequences
 from engine.cache import KVCache
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.model.config import load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
@@ -70,12 +72,16 @@ class ModelRunner:
         self.cache = KVCache(layout, num_blocks, num_slots, self.device)
         if config.pool_poison:
             self.cache.poison()
+        self._grammars = Grammars(
+            Path(config.model) / "tokenizer.json", self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
         self.sequences = RunningSequences(
             num_blocks=num_blocks,
             num_slots=num_slots,
             block_tokens=config.block_size,
             vocab_size=self.model_config.vocab_size,
             eos=self.model_config.eos_token_ids,
+            grammars=self._grammars,
         )
         self.on_logits: Callable[[int, int, Tensor], None] | None = None
         self._sampler = Sampler(self.model_config.vocab_size, self.device)
@@ -86,6 +92,8 @@ class ModelRunner:
         loaded = load_weights(self.config.model, self.model_config, dtype=DTYPES[self.config.dtype], progress=progress)
         tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}
         self._model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
+        if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
+            self._grammars.warm()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Outcome:

@@ -1,15 +1,19 @@
 """Packing plans: what a rank remembers, and plans that contradict it."""
 
+from pathlib import Path
+
 import pytest
 
 from engine.batch import PlanError, RunningSequences
+from engine.grammar import Grammars
 from engine.plan import SequenceStart, SequenceStep
 from router.protocol import SamplingParams
 
 
 @pytest.fixture
 def running():
-    return RunningSequences(num_blocks=10, num_slots=3, block_tokens=8, vocab_size=100, eos=(1,))
+    grammars = Grammars(Path("tokenizer.json"), 100, (1,))
+    return RunningSequences(num_blocks=10, num_slots=3, block_tokens=8, vocab_size=100, eos=(1,), grammars=grammars)
 
 
 def start(seq, **options):
