@@ -83,3 +83,12 @@ def test_text_without_markers_passes_at_once():
     assert [splitter.feed(p) for p in ("So", " a", " > b\n", "c <", " d")] == [
         (shown, "") for shown in ("So", " a", " > b", "\nc ", "< d")
     ]
+
+
+def test_line_ends_wait_only_where_calls_are_parsed():
+    assert ReasoningSplitter(is_thinking=True).feed("So\n\n") == ("So\n\n", "")
+
+
+def test_a_first_tag_with_much_space_behind_it_is_a_thought():
+    text = OPEN_BLOCK + " " * (MAX_SPACE + 1)
+    assert split(text, ends_at_tool_calls=True) == (text, "")
