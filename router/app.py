@@ -28,11 +28,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import answer, openapi
 from router.absent_routes import absent_routes
+from router.body import request_id
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, RequestRecord
 from router.errors import ApiError, error_body
 from router.exchange import Exchange, Job
-from router.intake import Intake, request_id
+from router.intake import Intake
 from router.metrics import Metrics
 from router.protocol import PROTOCOL_VERSION, SamplingParams
 from router.registry import Registry
@@ -203,6 +204,7 @@ class Router:
             yield
             await self.dispatcher.close()
             await self.registry.close()
+            self.intake.close()
 
         # Requests are parsed by us, not by the framework, so it has no schema to show: openapi.py has.
         app = FastAPI(title="Isthmus", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)

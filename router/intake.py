@@ -1,25 +1,26 @@
-"""Intake: the bytes of a request body to a Job that nothing can be wrong with any more.
+"""Intake: a request to a Job that nothing can be wrong with any more.
 
-Reads no more than allowed, checks every field, renders the chat, makes tokens. Nothing invalid reaches a worker.
+Checks every field, renders the chat, makes tokens. Nothing invalid reaches a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-import re
-import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from router import openai
 from router.answer import AnswerWriter, Usage
+from router.body import read_body
 from router.chat import encode_chat
 from router.chat_options import ChatOptions, chat_options
 from router.config import RouterConfig
@@ -27,6 +28,7 @@ from router.dispatch import RequestRecord
 from router.encoding import EncodingTexts
 from router.errors import ApiError, InvalidRequest
 from router.exchange import Job
+from router.guided import Guides
 from router.logprobs import LogprobFormat
 from router.openai import ChatRequest, CompletionRequest, Limits, TokenizeRequest
 from router.pipeline import TextPipeline
@@ -37,16 +39,12 @@ from router.registry import Registry
 from router.sampling import choice_seed, num_choices, num_logprobs, sampling_params, stop_strings
 from router.tokenizer import TOKENIZER_FILE, Detokenizer, Tokenizer
 
-if TYPE_CHECKING:
-    from router.guided import Guides
-
-# Beyond the limit a body is read on, unstored, so that the client gets to read the refusal; up to this much.
-MAX_DISCARDED_BYTES = 64 << 20
 THREAD_TEXT_CHARS = 10_000
 # The tokenizer takes some 120 bytes a character while it works, so of texts like these one is encoded at a time.
 HUGE_TEXT_CHARS = 1 << 20
 THREAD_MESSAGES = 1_000
-_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:-]")
+GUIDE_THREADS = 4
+MAX_WAITING_GUIDES = 64
 
 
 class Intake:
@@ -60,9 +58,18 @@ class Intake:
         self._registry = registry
         self._tokenizer = tokenizer
         self._texts = EncodingTexts.from_folder(config.model)
-        self._guides: Guides | None = None
+        tokenizer_file = Path(config.model) / TOKENIZER_FILE
+        self._guides = Guides(tokenizer_file) if tokenizer is not None and tokenizer_file.is_file() else None
+        self._guide_threads = ThreadPoolExecutor(GUIDE_THREADS, thread_name_prefix="guides")
+        self._num_guides = 0
         self._huge_texts = asyncio.Lock()
         self._config_vocab_size = _config_vocab_size(Path(config.model))
+
+    def close(self) -> None:
+        """End the threads and the process that compile guides."""
+        self._guide_threads.shutdown(wait=False, cancel_futures=True)
+        if self._guides is not None:
+            self._guides.close()
 
     def limits(self) -> Limits:
         """Return what prompts and parameters are checked against."""
@@ -151,13 +158,7 @@ class Intake:
     def needs_tokenizer(self, what: str, *, param: str) -> Tokenizer:
         """Return the tokenizer. Raises ApiError, saying what needs it, if there is none."""
         if self._tokenizer is None:
-            raise ApiError(
-                501,
-                f"{what} needs {TOKENIZER_FILE}, which the model folder {self._config.model_name} lacks; "
-                "add it, or send token ids to /v1/completions",
-                code="tokenizer_missing",
-                param=param,
-            )
+            raise self._missing_tokenizer(what, param=param)
         return self._tokenizer
 
     # ------------------------------------------------------------ parts
@@ -184,8 +185,9 @@ class Intake:
                 raise InvalidRequest("forced_token_ids is for tests of the server", param="forced_token_ids")
             changes["forced_token_ids"] = tuple(fields.forced_token_ids)
         if field := openai.guide_field(fields):
-            self.needs_tokenizer("a guided answer", param=field)
-            changes["guide"] = await self._guide(fields, is_thinking=is_thinking)
+            if self._guides is None:
+                raise self._missing_tokenizer("a guided answer", param=field)
+            changes["guide"] = await self._guide(self._guides, fields, is_thinking=is_thinking)
         internal_id = uuid.uuid4().hex
         # With seams open a test names the request that it holds.
         suffix = f"-{request.state.request_id}" if self._config.test_seams else ""
@@ -248,18 +250,29 @@ class Intake:
             shown_id=request.state.request_id,
         )
 
-    async def _guide(self, fields: ChatRequest | CompletionRequest, *, is_thinking: bool) -> Guide | None:
-        """Return what the answer must match. Compiling it takes a while, so it is done in a thread."""
+    async def _guide(
+        self, guides: Guides, fields: ChatRequest | CompletionRequest, *, is_thinking: bool
+    ) -> Guide | None:
+        """Return what the answer must match. Compiling it takes a while, so it is done in threads of its own."""
+        if self._num_guides >= MAX_WAITING_GUIDES:
+            raise ApiError(
+                503, f"{self._num_guides} grammars wait to be compiled; try later", code="guides_busy", retry_after_s=1
+            )
+        self._num_guides += 1
+        try:
+            make = functools.partial(guides.guide, fields, is_thinking=is_thinking)
+            return await asyncio.get_running_loop().run_in_executor(self._guide_threads, make)
+        finally:
+            self._num_guides -= 1
 
-        def compile_guide() -> Guide | None:
-            # Not before it is needed: a folder without a tokenizer has nothing to make it of.
-            from router.guided import Guides
-
-            if self._guides is None:
-                self._guides = Guides(Path(self._config.model) / TOKENIZER_FILE)
-            return self._guides.guide(fields, is_thinking=is_thinking)
-
-        return await asyncio.to_thread(compile_guide)
+    def _missing_tokenizer(self, what: str, *, param: str) -> ApiError:
+        return ApiError(
+            501,
+            f"{what} needs {TOKENIZER_FILE}, which the model folder {self._config.model_name} lacks; "
+            "add it, or send token ids to /v1/completions",
+            code="tokenizer_missing",
+            param=param,
+        )
 
     def _echo(self, prompt: str | list[int], *, skips_special: bool) -> str:
         tokenizer = self.needs_tokenizer("echo", param="echo")
@@ -267,42 +280,6 @@ class Intake:
             return prompt
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips_special)
         return detokenizer.feed(prompt) + detokenizer.finish()
-
-
-async def read_body(request: Request, config: RouterConfig) -> bytes:
-    """Return the body. Raises ApiError 413 beyond the limit, 408 if it comes too slowly, 415 if it is compressed."""
-    limit = config.max_body_bytes
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ApiError(415, "content-encoding: compressed bodies are not supported", param="content-encoding")
-    too_large = ApiError(
-        413, f"body: larger than {limit} bytes (max_body_mib {config.max_body_mib:g})", code="body_too_large"
-    )
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit and "expect" in request.headers:
-        raise too_large
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= limit:
-                    chunks.append(chunk)
-                elif size > limit + MAX_DISCARDED_BYTES:
-                    break
-    except TimeoutError:
-        raise ApiError(408, f"body: not complete after {config.body_timeout_s:g} s", code="body_timeout") from None
-    except ClientDisconnect:
-        raise ApiError(499, "client left while sending its request", code="client_left") from None
-    if size > limit:
-        raise too_large
-    return b"".join(chunks)
-
-
-def request_id(request: Request) -> str:
-    """Return the client's x-request-id, cleaned, or a new one."""
-    given = _REQUEST_ID.sub("", request.headers.get("x-request-id", ""))[:128]
-    return given or f"req-{time.time_ns():x}-{uuid.uuid4().hex[:8]}"
 
 
 def _config_vocab_size(folder: Path) -> int:

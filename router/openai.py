@@ -199,9 +199,6 @@ def guide_field(request: ChatRequest | CompletionRequest) -> str | None:
             return field
     if request.response_format is not None and request.response_format.get("type") != "text":
         return "response_format"
-    if isinstance(request, ChatRequest):
-        if request.tool_choice not in (None, "none", "auto"):
-            return "tool_choice"
-        if request.tool_choice != "none" and any((t.get("function") or {}).get("strict") for t in request.tools or ()):
-            return "tools"
+    if isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto"):
+        return "tool_choice"
     return None

@@ -11,10 +11,11 @@ from typing import Any
 from starlette.requests import Request
 
 from router import openai
+from router.body import read_body
 from router.chat_options import chat_options
 from router.config import RouterConfig
 from router.errors import InvalidRequest
-from router.intake import THREAD_TEXT_CHARS, Intake, read_body
+from router.intake import THREAD_TEXT_CHARS, Intake
 from router.openai import DetokenizeRequest, TokenizeRequest
 from router.prompts import check_token_ids
 from router.tokenizer import Detokenizer, Tokenizer

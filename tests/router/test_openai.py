@@ -207,7 +207,7 @@ def test_a_tool_choice_of_none_leaves_the_tools_out():
         ({"guided_regex": "a+"}, "guided_regex"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "none"}, None),
     ],
 )
 def test_which_field_asks_for_a_guide(fields, field):

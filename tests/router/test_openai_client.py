@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -30,6 +31,14 @@ CALLS = [
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", "<EOS>",
 ]  # fmt: skip
 ARGUMENTS = [{"town": "Riga", "days": 3}, {"town": "Oslo"}]
+
+
+class Town(pydantic.BaseModel):
+    name: str
+    people: int
+
+
+TOWN = ['{"name":', '"Riga","peo', 'ple":605802}', "<EOS>"]
 
 
 @pytest.fixture
@@ -288,3 +297,57 @@ def test_images_are_refused_by_the_part_they_stand_in(client):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="dsv4-tiny", messages=[{"role": "user", "content": image}])
     assert (error.value.param, error.value.code) == ("messages[0].content[1].type", "unsupported_content")
+
+
+def test_structured_output_is_parsed_into_a_model(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(TOWN)
+    cluster.prefill_log.clear()
+    answer = client.chat.completions.parse(model="dsv4-tiny", messages=HI, response_format=Town)
+    assert answer.choices[0].message.parsed == Town(name="Riga", people=605802)
+    guide = cluster.prefill_log[-1].sampling.guide
+    assert guide is not None
+    assert "people" in guide.grammar
+
+
+def test_structured_output_behind_reasoning_waits_for_its_end(cluster, client, pieces_to_ids, tokenizer):
+    cluster.script = pieces_to_ids(["hm", "</think>", *TOWN])
+    cluster.prefill_log.clear()
+    answer = client.chat.completions.parse(
+        model="dsv4-tiny", messages=HI, response_format=Town, reasoning_effort="high", n=2
+    )
+    assert [choice.message.parsed.name for choice in answer.choices] == ["Riga"] * 2
+    assert cluster.prefill_log[-1].sampling.guide.after_token_id == tokenizer.token_id("</think>")
+
+
+def test_a_required_call_is_guided_and_a_free_one_is_not(cluster, client, pieces_to_ids):
+    cluster.script = pieces_to_ids(CALLS)
+    cluster.prefill_log.clear()
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named, "auto"):
+        client.chat.completions.create(model="dsv4-tiny", messages=HI, tools=[WEATHER], tool_choice=choice)
+    guides = [request.sampling.guide for request in cluster.prefill_log]
+    assert [guide is not None for guide in guides] == [True, True, False]
+    assert "get_weather" in guides[0].grammar
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs.json"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+def test_guides_that_make_no_sense_are_refused_by_name(client, extra, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="dsv4-tiny", prompt="x", extra_body=extra)
+    assert error.value.param == param
+
+
+def test_more_guides_than_can_wait_are_told_to_come_back(cluster, client, monkeypatch):
+    monkeypatch.setattr("router.intake.MAX_WAITING_GUIDES", 0)
+    with pytest.raises(openai.InternalServerError) as error:
+        client.completions.create(model="dsv4-tiny", prompt="x", extra_body={"guided_regex": "a"})
+    assert (error.value.status_code, error.value.code) == (503, "guides_busy")
+    assert int(error.value.response.headers["retry-after"]) >= 1
