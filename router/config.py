@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,11 +117,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def model_name(self) -> str:
         """The name that clients ask for."""
-        return self.served_model_name or Path(self.model).resolve().name
+        return self.served_model_name or _folder_name(self.model)
 
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * (1 << 20))
+
+
+@functools.cache  # asked for in every request
+def _folder_name(folder: str) -> str:
+    return Path(folder).resolve().name
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> RouterConfig:
