@@ -4,6 +4,10 @@ Nothing here waits while a step runs: compiling, taking in a token and computing
 the moment they are possible, that is while the leader plans and the device computes; the sampler collects the result.
 The library gives up Python's lock for all of it but its tables of the tokenizer, which take half a second once.
 
+A mask holds every token that some text of the grammar goes on with; where the next characters are forced, only the one
+that the tokenizer would cut from them, so that what is forced is written as the model would write it. Special tokens
+are no text: of those only the ends are ever allowed.
+
 A grammar that can't be compiled, or that meets a limit, fails its own sequence with a reason.
 """
 
