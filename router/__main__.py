@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,12 +17,15 @@ import uvicorn
 
 from router.app import Router
 from router.config import load
+from router.connection import Connection
 
 log = logging.getLogger("isthmus.router")
 
 SHUTDOWN_TIMEOUT_S = 5
 # Longer than clients keep an idle connection (5 to 60 s): one that they use again must not be closing just then.
 KEEP_ALIVE_S = 75
+# What the system may hold for a client that does not read. Left alone it takes megabytes; a stream needs far less.
+SEND_BUFFER_BYTES = 128 << 10
 # Collect young objects in portions of half a millisecond; whole heaps rarely, since little outlives its request.
 GC_THRESHOLDS = (10_000, 20, 50)
 
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the router of a command line (default: sys.argv). Returns the process's exit status."""
     config = load(sys.argv[1:] if argv is None else argv, os.environ)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _allow_connections()
     try:
         listener = _listen(config.host, config.port)
     except OSError as error:
@@ -72,7 +77,7 @@ async def serve(router: Router, listener: socket.socket) -> None:
         lifespan="on",
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         timeout_keep_alive=KEEP_ALIVE_S,
-        http="httptools",
+        http=Connection,
         ws="none",
         server_header=False,
         proxy_headers=False,
@@ -102,6 +107,14 @@ async def serve(router: Router, listener: socket.socket) -> None:
     log.info("stopped")
 
 
+def _allow_connections() -> None:
+    """Take all the file descriptors that the system lets us have: the usual soft limit is below 1,000 clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; raises OSError if the address can't be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -109,6 +122,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
         listener.listen(2048)
     except OSError:

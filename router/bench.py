@@ -282,14 +282,16 @@ def _rows(results: dict[str, Result]) -> list[tuple[str, str, str, str, bool]]:
         parts = " + ".join(f"{part['p50']:.2f}" for part in found["parts_ms"].values())
         rows.append(("  to reserve + to prefill + to token", f"{parts} ms", "", "medians", True))
         rows.append(("  router's core", f"{found['router_cpu']:.0%}", "", "busy meanwhile", True))
-    if found := results.get("tokens"):
+    if "tokens" in results:
+        found = results["tokens"]
         where = f"{found['batches']} x {found['streams']} streams, {found['tokens_per_event']} tokens an event, "
         where += f"{found['failed']} failed, {found['lost']} lost"
         is_met = found["tokens_per_s"] >= BARS["tokens_per_s"] and not found["failed"] and not found["lost"]
         rows.append(("tokens/s", f"{found['tokens_per_s']:,}", ">= 15,000", where, is_met))
         where = f"router's core {found['router_cpu']:.0%} busy, clients' and workers' {found['load_cpu']:.0%}"
         rows.append(("  per second of CPU", f"{found['tokens_per_cpu_s']:,}", "", where, True))
-    if found := results.get("memory"):
+    if "memory" in results:
+        found = results["memory"]
         mib = list(found["mib_by_requests"].values())
         where = f"{found['requests']:,} requests, {found['left_by_client']} left, {found['failed']} failed"
         is_met = found["growth_mib"] <= BARS["growth_mib"] and not found["failed"]

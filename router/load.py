@@ -135,7 +135,12 @@ class Setup:
 
 @contextlib.asynccontextmanager
 async def running_router(
-    model: Path, *, step_s: float = 0.0, core: int | None = None, flags: Sequence[str] = ()
+    model: Path,
+    *,
+    step_s: float = 0.0,
+    max_model_len: int = MAX_MODEL_LEN,
+    core: int | None = None,
+    flags: Sequence[str] = (),
 ) -> AsyncIterator[Setup]:
     """Start a router for `model` and its workers, wait until it is ready, and end it. core: where it is pinned."""
     tokenizer = Tokenizer.from_folder(model)
@@ -145,7 +150,7 @@ async def running_router(
     loopback = Loopback(
         token_id=token_id,
         vocab_size=tokenizer.vocab_size,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         step_s=step_s,
     )
     await loopback.start()
