@@ -166,6 +166,19 @@ def test_api_02_split_characters_come_out_whole_with_tools(run, tokenizer, varia
 # ---------------------------------------------------------------- endings
 
 
+@pytest.mark.parametrize(("options", "field"), [({}, "content"), ({"is_thinking": True}, "reasoning")])
+def test_a_character_that_was_cut_is_marked_in_the_field_it_is_in(run, tokenizer, options, field):
+    half = tokenizer.token_bytes.index(b"\xf0")
+    fields = run([tokenizer.encode("a"), [half]], "length", parses_tools=True, stops=["zz"], **options)
+    assert getattr(fields, field) == "a\ufffd"
+
+
+def test_a_stop_string_that_the_end_completes_counts(run, tokenizer):
+    half = tokenizer.token_bytes.index(b"\xf0")
+    fields = run([tokenizer.encode("a"), [half]], "length", stops=["\ufffd"])
+    assert (fields.content, fields.finish_reason, fields.stop_reason) == ("a", "stop", "\ufffd")
+
+
 def test_a_complete_call_is_told_by_the_finish_reason(say):
     assert shown(say("Hm" + BLOCK, parses_tools=True)) == ("", "Hm", [F_CALL], "tool_calls")
 
