@@ -115,7 +115,7 @@ class Group:
                 self.names[start.seq] = self.worker._scheduler.running[start.seq].request_id
             results = [r.run(messages.decode_leader_message(messages.encode(plan))) for r in self.runners]
             assert all(result == results[0] for result in results), "the ranks disagree"
-            tokens, failed = results[0]
+            tokens, failed, _ = results[0]
             self.worker.commit(plan, messages.StepResult(rank=0, number=plan.number, tokens=tokens, failed=failed))
         moved = plan is not None or bool(self.to_rank or self.to_leader)
         while self.to_rank:
