@@ -133,7 +133,8 @@ def _kernels(argv: list[str]) -> int:
 
 
 @verb(
-    "bench", "`bench router`: measure the router on one core; `bench kernels`: GPU kernels on the GPU of this machine"
+    "bench",
+    "`bench router`: the router on one core; `bench guides`: grammar masks; `bench kernels`: kernels on this GPU",
 )
 def _bench(argv: list[str]) -> int:
     if argv[:1] == ["kernels"]:
@@ -145,7 +146,12 @@ def _bench(argv: list[str]) -> int:
 
         model = [] if any(word.split("=")[0] == "--model" for word in argv) else ["--model", "dsv4-tiny"]
         return run_router(_with_model_folder([*argv[1:], *model]), prog="isthmus bench router")
-    return _usage("bench", "kernels --group GROUP [...] | router [...]      (each with --help)", argv)
+    if argv[:1] == ["guides"]:
+        from router.guided_bench import main as run_guides
+
+        model = [] if any(word.split("=")[0] == "--model" for word in argv) else ["--model", "dsv4-tiny"]
+        return run_guides(_with_model_folder([*argv[1:], *model]), prog="isthmus bench guides")
+    return _usage("bench", "kernels --group GROUP [...] | router [...] | guides [...]      (each with --help)", argv)
 
 
 @verb("router", "run a router by hand, = python -m router")
