@@ -18,10 +18,12 @@ NUMPY  := numpy<2.4
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.isthmus-installed
+CLIENTS       := $(VENV)-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 BEGUN := $(VENV)/.isthmus-begun
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check $(if $(CI),--progress-bar off --quiet) -c constraints.txt
 
-.PHONY: serve test test-long mutants check format venv clean
+.PHONY: serve test test-long mutants check format venv clients clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -31,16 +33,17 @@ help:
 	@echo "make test-long  the tests that take longer than CI allows"
 	@echo "make mutants    plant each fault of tests/mutants in a copy and show the test that sees it"
 	@echo "make check      formatting, lint, types, GPU kernels compiled offline;  make format  fixes the first two"
+	@echo "make clients    set up the clients by others that tests use; make test does it"
 	@echo "make venv       set up only;                 make clean   removes what was set up"
 
 serve: $(STAMP)
 	@$(BIN)/isthmus up $(CONFIG) $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) $(if $(HOST),--host $(HOST))
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long and not gpu and not multi_gpu" $(PYTEST_ARGS)
+test: $(STAMP) clients
+	ISTHMUS_TEST_CLIENTS=$(CLIENTS)/bin $(BIN)/python -m pytest -m "not long and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
-test-long: $(STAMP)
-	$(BIN)/python -m pytest -m "long and not gpu and not multi_gpu" $(PYTEST_ARGS)
+test-long: $(STAMP) clients
+	ISTHMUS_TEST_CLIENTS=$(CLIENTS)/bin $(BIN)/python -m pytest -m "long and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py
@@ -74,6 +77,16 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@rm $(BEGUN) && touch $(STAMP)
 	@echo "==> installed into $(VENV)"
 
+# Tests point clients by others at the router. They live apart: nothing of ours may lean on the 140 packages they bring.
+clients: $(CLIENTS_STAMP)
+
+$(CLIENTS_STAMP): tests/clients/requirements.txt
+	@echo "==> clients by others, for tests, in $(CLIENTS)"
+	@"$(PYTHON)" -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps \
+		$(if $(CI),--progress-bar off --quiet) -r tests/clients/requirements.txt
+	@touch $(CLIENTS_STAMP)
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

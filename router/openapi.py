@@ -162,7 +162,7 @@ def _responses() -> dict[str, Schema]:
 def _operation(summary: str, answer: str, **fields: Any) -> Schema:
     content = {"application/json": {"schema": _ref(answer)}}
     if fields.pop("streams", False):
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": {}}  # some readers mean the whole stream by it, some one event
     error = {
         "description": "what was wrong, and what to do",
         "content": {"application/json": {"schema": _ref("Error")}},
