@@ -94,9 +94,12 @@ def test_aiperf_has_nothing_to_complain_of_and_counts_what_we_count(
     )
     found: dict[str, Any] = json.loads((tmp_path / "found" / "profile_export_aiperf.json").read_text())
     grown = {name: value - before.get(name, 0.0) for name, value in counters(router.port).items()}
-    log = (tmp_path / "found" / "logs" / "aiperf.log").read_text()
+    log = (tmp_path / "found" / "logs" / "aiperf.log").read_text().splitlines()
+    # What the client says of its own slowness on a busy machine is no complaint about us.
+    complaints = [line for line in log if " - ERROR - " in line or " - WARNING - " in line]
+    complaints = [line for line in complaints if " - EventLoopMonitor - " not in line]
     assert found["error_summary"] == []
-    assert [line for line in log.splitlines() if " ERROR " in line or " WARNING " in line] == []
+    assert complaints == []
     assert found["request_count"]["avg"] == requests == grown['isthmus_requests_total{outcome="length"}']
     assert found["total_output_tokens"]["avg"] == requests * tokens == grown["isthmus_generation_tokens_total"]
     assert found["total_usage_prompt_tokens"]["avg"] == grown["isthmus_prompt_tokens_total"]
