@@ -53,11 +53,13 @@ class _Writer:
             raise Unsupported("tools", f"{where}: {unknown[0]!r} beside `properties` can't be enforced")
         required = root.get("required") or []
         properties = root.get("properties") or {}
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise InvalidRequest(f"tools: {where}: properties must be an object, required a list", param="tools")
+        if not isinstance(properties, dict):
+            raise InvalidRequest(f"tools: {where}: properties must be an object", param="tools")
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            raise InvalidRequest(f"tools: {where}: required must be a list of names", param="tools")
         parts = []
         for key in dict.fromkeys([*properties, *required]):
-            if not isinstance(key, str) or not key or _BREAKS_MARKUP.search(key):
+            if not key or _BREAKS_MARKUP.search(key):
                 raise InvalidRequest(f"tools: {where}: the markup of calls can't carry the name {key!r}", param="tools")
             rule = self._parameter(key, properties.get(key, {}), root)
             parts.append(rule if key in required else f"{rule}?")
