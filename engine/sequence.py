@@ -37,7 +37,8 @@ class Sequence:
         self.token_ids.append(token_id)
         self.num_outputs += 1
         sampling = self.sampling
-        if self.num_outputs >= sampling.min_tokens and (
+        # A guided answer ends early only where its grammar leaves nothing else.
+        if (self.num_outputs >= sampling.min_tokens or sampling.guide is not None) and (
             token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
         ):
             return "stop"

@@ -6,7 +6,7 @@ from engine.block_allocator import BlockAllocator
 from engine.plan import NO_MEMORY, StepPlan, StepResult
 from engine.scheduler import RETRY_STEPS, Progress, Scheduler
 from engine.sequence import Sequence, max_cached_tokens
-from router.protocol import SamplingParams
+from router.protocol import Guide, SamplingParams
 
 BLOCK = 8
 
@@ -102,6 +102,14 @@ def test_stop_rules() -> None:
         scheduler = _scheduler(blocks)
         scheduler.add(_sequence(blocks, 1, 3, **sampling))
         assert [p.finish_reason for p in _run(scheduler, token)] == [reason], sampling
+
+
+def test_guided_answer_ends_with_its_grammar_although_more_tokens_were_wanted() -> None:
+    blocks = BlockAllocator(4)
+    scheduler = _scheduler(blocks)
+    scheduler.add(_sequence(blocks, 1, 4, min_tokens=3, guide=Guide(grammar="g")))
+    (progress,) = _run(scheduler, token=1)
+    assert progress.finish_reason == "stop"
 
 
 def test_request_ends_at_the_longest_length_of_the_model() -> None:
