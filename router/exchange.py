@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -71,6 +71,7 @@ class Exchange(Response):
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._send_timeout_s = send_timeout_s
+        self._sending_since = 0.0  # when the send that is under way began; 0: none is
         self._has_started = False
         self._send_raw: Send | None = None
 
@@ -94,17 +95,39 @@ class Exchange(Response):
         """Run the request and send its answer; returns how it ended."""
         job = self._job
         try:
-            if job.stream:
-                await self._stream()
-            else:
-                await self._whole()
-        except ApiError as error:
-            await self._fail(error)
-            return "rejected" if error.status < 500 else "error"
+            async with self._patience():
+                try:
+                    await (self._stream() if job.stream else self._whole())
+                except ApiError as error:
+                    await self._fail(error)
+                    return "rejected" if error.status < 500 else "error"
         except (TimeoutError, ConnectionError, OSError) as error:
             log.info("request %s: client does not take its answer: %r", job.shown_id, error)
             return "aborted"
         return "length" if all(pipeline.finish_reason == "length" for pipeline in job.pipelines) else "stop"
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncGenerator[None, None]:
+        """Raise TimeoutError when a send takes longer than `send_timeout_s`: a client that reads nothing must not hold
+        its blocks for ever. One timer looks after all sends: one for each would cost as much as the rest of a token.
+        """
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            since, now = self._sending_since, time.monotonic()
+            if since and now - since >= self._send_timeout_s:
+                deadline.reschedule(loop.time())
+            else:
+                timer = loop.call_later((since or now) + self._send_timeout_s - now, look)
+
+        timer = loop.call_later(self._send_timeout_s, look)
+        try:
+            async with asyncio.timeout(None) as deadline:
+                yield
+        finally:
+            timer.cancel()
 
     async def _stream(self) -> None:
         job = self._job
@@ -165,16 +188,17 @@ class Exchange(Response):
             self._has_started = True
             await self._send_raw(self._start(200, SSE_HEADERS))
         if data or is_last:
-            # A client that reads nothing must not hold its blocks for ever.
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._send_raw({"type": "http.response.body", "body": data, "more_body": not is_last})
+            self._sending_since = time.monotonic()
+            await self._send_raw({"type": "http.response.body", "body": data, "more_body": not is_last})
+            self._sending_since = 0.0
 
     async def _send_whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         assert self._send_raw is not None
         self._has_started = True
-        async with asyncio.timeout(self._send_timeout_s):
-            await self._send_raw(self._start(status, headers | {"content-length": str(len(body))}))
-            await self._send_raw({"type": "http.response.body", "body": body})
+        self._sending_since = time.monotonic()
+        await self._send_raw(self._start(status, headers | {"content-length": str(len(body))}))
+        await self._send_raw({"type": "http.response.body", "body": body})
+        self._sending_since = 0.0
 
     def _start(self, status: int, headers: dict[str, str]) -> dict[str, object]:
         headers = headers | {"x-request-id": self._job.shown_id}
