@@ -37,9 +37,8 @@ from router.protocol import Guide
 from router.reasoning import THINK_OPEN
 from router.registry import Registry
 from router.sampling import choice_seed, num_choices, num_logprobs, sampling_params, stop_strings
-from router.tokenizer import TOKENIZER_FILE, Detokenizer, Tokenizer
+from router.tokenizer import LONG_TEXT_CHARS, TOKENIZER_FILE, Detokenizer, Tokenizer
 
-THREAD_TEXT_CHARS = 10_000
 # The tokenizer takes some 120 bytes a character while it works, so of texts like these one is encoded at a time.
 HUGE_TEXT_CHARS = 1 << 20
 THREAD_MESSAGES = 1_000
@@ -139,7 +138,7 @@ class Intake:
                 param=param,
                 code="context_length_exceeded",
             )
-        if len(text) < THREAD_TEXT_CHARS:
+        if len(text) < LONG_TEXT_CHARS:
             return self._tokenizer.encode(text)
         async with self._huge_texts if len(text) > HUGE_TEXT_CHARS else nullcontext():
             return await asyncio.to_thread(self._tokenizer.encode, text)

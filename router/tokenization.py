@@ -15,10 +15,10 @@ from router.body import read_body
 from router.chat_options import chat_options
 from router.config import RouterConfig
 from router.errors import InvalidRequest
-from router.intake import THREAD_TEXT_CHARS, Intake
+from router.intake import Intake
 from router.openai import DetokenizeRequest, TokenizeRequest
 from router.prompts import check_token_ids
-from router.tokenizer import Detokenizer, Tokenizer
+from router.tokenizer import LONG_TEXT_CHARS, Detokenizer, Tokenizer
 
 
 class Tokenization:
@@ -41,11 +41,15 @@ class Tokenization:
             options = chat_options(fields, default_thinking=self._config.default_thinking)
             text = await self._intake.chat_text(fields, options)
         token_ids = await self._intake.encode(text, param)
+
+        def texts() -> list[str] | None:
+            return [_text(tokenizer, token) for token in token_ids] if fields.return_token_strs else None
+
         return {
             "count": len(token_ids),
             "max_model_len": self._intake.limits().max_model_len or None,
             "tokens": token_ids,
-            "token_strs": [_text(tokenizer, token) for token in token_ids] if fields.return_token_strs else None,
+            "token_strs": texts() if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(texts),
         }
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
@@ -60,7 +64,7 @@ class Tokenization:
             detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
             return detokenizer.feed(fields.tokens) + detokenizer.finish()
 
-        is_short = len(fields.tokens) < THREAD_TEXT_CHARS
+        is_short = len(fields.tokens) < LONG_TEXT_CHARS
         return {"prompt": read() if is_short else await asyncio.to_thread(read)}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+LONG_TEXT_CHARS = 10_000
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -64,9 +65,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; markers in it become their ids, and nothing is added around it.
 
-        Gives up Python's lock while it works, so long texts may be encoded in a thread.
+        Gives up Python's lock while it works on a long text, so those may be encoded in a thread.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        else:  # the library gives the lock up for batches only
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def token_id(self, token: str) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +39,26 @@ def test_vocabulary_has_every_byte_and_marker(tokenizer):
     assert tokenizer.token_id("</think>") == 128822
     assert tokenizer.token_bytes[128822] == b"</think>"
     assert tokenizer.encode("<｜User｜>hi") == [128803, *tokenizer.encode("hi")]
+
+
+def test_a_long_text_is_encoded_without_the_interpreters_lock(tokenizer):
+    tokenizer.encode("a b c " * 10_000)  # what is built once
+    working = threading.Thread(target=tokenizer.encode, args=("a b c " * 100_000,))
+    begun = before = time.monotonic()
+    longest = 0.0
+    working.start()
+    while working.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        longest, before = max(longest, now - before), now
+    assert longest < (before - begun) / 2
+
+
+@pytest.mark.parametrize("text", ["Hello 🙂 é\n<｜User｜>hi</think> ", "中文 and\t\x00 more  "])
+def test_a_long_text_has_the_tokens_of_its_parts(tokenizer, text):
+    marker = "<｜Assistant｜>"
+    once = tokenizer.encode(text + marker)
+    assert tokenizer.encode((text + marker) * 1000) == once * 1000
 
 
 @settings(max_examples=60, deadline=None)
