@@ -36,7 +36,7 @@ from router.prompts import completion_prompts
 from router.protocol import Guide
 from router.reasoning import THINK_OPEN
 from router.registry import Registry
-from router.sampling import choice_seed, num_choices, num_logprobs, sampling_params, stop_strings
+from router.sampling import choice_seed, num_choices, num_logprobs, sampling_of_prompts, stop_strings
 from router.tokenizer import LONG_TEXT_CHARS, TOKENIZER_FILE, Detokenizer, Tokenizer
 
 # The tokenizer takes some 120 bytes a character while it works, so of texts like these one is encoded at a time.
@@ -104,6 +104,7 @@ class Intake:
             if isinstance(prompt, str):
                 self.needs_tokenizer("a text prompt", param="prompt")
                 prompt = await self.encode(prompt, "prompt", limit=limits.max_model_len)
+                await asyncio.sleep(0)  # there may be many: others come in between
             prompts.append(prompt)
         return await self._job(request, fields, prompts, echoes=echoes)
 
@@ -177,7 +178,7 @@ class Intake:
             self.needs_tokenizer("a stop string", param="stop")
         num_tops = num_logprobs(fields)
         limits, count = self.limits(), num_choices(fields)
-        samplings = [sampling_params(fields, num_prompt_tokens=len(ids), limits=limits) for ids in prompts]
+        samplings = sampling_of_prompts(fields, num_prompt_tokens=[len(ids) for ids in prompts], limits=limits)
         changes: dict[str, Any] = {}
         if fields.forced_token_ids:
             if not self._config.test_seams:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
+
+import msgspec
 
 from router.errors import InvalidRequest, Unsupported
 from router.openai import ChatRequest, CompletionRequest, GenerationRequest, Limits
@@ -38,10 +41,7 @@ def sampling_params(
     request: GenerationRequest, *, num_prompt_tokens: int, limits: Limits, guide: Guide | None = None
 ) -> SamplingParams:
     """Return what the workers are told, every value in range. Raises InvalidRequest naming the field."""
-    max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
-    min_tokens = request.min_tokens or 0
-    if not 0 <= min_tokens <= max_tokens:
-        raise InvalidRequest(f"min_tokens: {min_tokens} must be in [0, {max_tokens}] (max_tokens)", param="min_tokens")
+    max_tokens, min_tokens = _lengths(request, num_prompt_tokens, limits.max_model_len)
     temperature, top_p, min_p = (_number(request, field) for field in ("temperature", "top_p", "min_p"))
     top_k = 0 if request.top_k is None else request.top_k
     if top_k < -1:
@@ -56,7 +56,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        seed=secrets.randbits(63) if request.seed is None else request.seed % 2**63,
+        seed=_seed(request),
         temperature=temperature,
         top_p=top_p,
         top_k=max(top_k, 0),
@@ -70,6 +70,21 @@ def sampling_params(
         num_logprobs=num_logprobs(request),
         guide=guide,
     )
+
+
+def sampling_of_prompts(
+    request: GenerationRequest, *, num_prompt_tokens: Sequence[int], limits: Limits
+) -> list[SamplingParams]:
+    """Return sampling_params for each of several prompts.
+
+    What no prompt changes is read once: a logit_bias may name the whole vocabulary.
+    """
+    first = sampling_params(request, num_prompt_tokens=num_prompt_tokens[0], limits=limits)
+    params = [first]
+    for count in num_prompt_tokens[1:]:
+        max_tokens, min_tokens = _lengths(request, count, limits.max_model_len)
+        params.append(msgspec.structs.replace(first, max_tokens=max_tokens, min_tokens=min_tokens, seed=_seed(request)))
+    return params
 
 
 def num_choices(request: GenerationRequest) -> int:
@@ -125,6 +140,19 @@ def stop_strings(request: GenerationRequest) -> list[str]:
         if len(stop) > MAX_STOP_CHARS:
             raise InvalidRequest(f"stop: a string of {len(stop)} characters, at most {MAX_STOP_CHARS}", param="stop")
     return stops
+
+
+def _seed(request: GenerationRequest) -> int:
+    return secrets.randbits(63) if request.seed is None else request.seed % 2**63
+
+
+def _lengths(request: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> tuple[int, int]:
+    """Return max_tokens and min_tokens."""
+    max_tokens = _max_tokens(request, num_prompt_tokens, max_model_len)
+    min_tokens = request.min_tokens or 0
+    if not 0 <= min_tokens <= max_tokens:
+        raise InvalidRequest(f"min_tokens: {min_tokens} must be in [0, {max_tokens}] (max_tokens)", param="min_tokens")
+    return max_tokens, min_tokens
 
 
 def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:

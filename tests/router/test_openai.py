@@ -10,7 +10,14 @@ from router.chat_options import chat_options
 from router.errors import ApiError
 from router.openai import ChatRequest, CompletionRequest, Limits, guide_field, parse
 from router.prompts import completion_prompts
-from router.sampling import choice_seed, num_choices, num_logprobs, sampling_params, stop_strings
+from router.sampling import (
+    choice_seed,
+    num_choices,
+    num_logprobs,
+    sampling_of_prompts,
+    sampling_params,
+    stop_strings,
+)
 
 LIMITS = Limits(vocab_size=1000, max_model_len=100)
 
@@ -294,6 +301,26 @@ def test_completions_give_sixteen_tokens_by_default():
     request = parse(b'{"prompt":"x"}', CompletionRequest)
     assert sampling_params(request, num_prompt_tokens=1, limits=LIMITS).max_tokens == 16
     assert sampling_params(request, num_prompt_tokens=95, limits=LIMITS).max_tokens == 5
+
+
+def test_several_prompts_share_a_bias_and_have_lengths_of_their_own():
+    request = parse(b'{"prompt":"x","logit_bias":{"5":1.0},"seed":3}', CompletionRequest)
+    first, second = sampling_of_prompts(request, num_prompt_tokens=[1, 95], limits=LIMITS)
+    assert first == sampling_params(request, num_prompt_tokens=1, limits=LIMITS)
+    assert second == sampling_params(request, num_prompt_tokens=95, limits=LIMITS)
+    assert second.logit_bias is first.logit_bias
+
+
+def test_prompts_without_a_seed_are_sampled_apart():
+    request = parse(b'{"prompt":"x"}', CompletionRequest)
+    first, second = sampling_of_prompts(request, num_prompt_tokens=[1, 1], limits=LIMITS)
+    assert first.seed != second.seed
+
+
+def test_each_prompt_must_leave_room_for_min_tokens():
+    request = parse(b'{"prompt":"x","min_tokens":6}', CompletionRequest)
+    error = refused(lambda: sampling_of_prompts(request, num_prompt_tokens=[1, 95], limits=LIMITS))
+    assert error.param == "min_tokens"
 
 
 @pytest.mark.parametrize(
