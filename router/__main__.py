@@ -26,8 +26,6 @@ SHUTDOWN_TIMEOUT_S = 5
 KEEP_ALIVE_S = 75
 # What the system may hold for a client that does not read. Left alone it takes megabytes; a stream needs far less.
 SEND_BUFFER_BYTES = 128 << 10
-# Collect young objects in portions of half a millisecond; whole heaps rarely, since little outlives its request.
-GC_THRESHOLDS = (10_000, 20, 50)
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is here now stays: to walk through it, again and again, would stop every answer for 60 ms.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
     asyncio.run(serve(router, listener))
     return 0
 

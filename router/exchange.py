@@ -72,6 +72,8 @@ class Exchange(Response):
         self._metrics = metrics
         self._send_timeout_s = send_timeout_s
         self._sending_since = 0.0  # when the send that is under way began; 0: none is
+        self._deadline: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._has_started = False
         self._send_raw: Send | None = None
 
@@ -111,23 +113,21 @@ class Exchange(Response):
         """Raise TimeoutError when a send takes longer than `send_timeout_s`: a client that reads nothing must not hold
         its blocks for ever. One timer looks after all sends: one for each would cost as much as the rest of a token.
         """
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer
-            since, now = self._sending_since, time.monotonic()
-            if since and now - since >= self._send_timeout_s:
-                deadline.reschedule(loop.time())
-            else:
-                timer = loop.call_later((since or now) + self._send_timeout_s - now, look)
-
-        timer = loop.call_later(self._send_timeout_s, look)
+        self._timer = asyncio.get_running_loop().call_later(self._send_timeout_s, self._look)
         try:
-            async with asyncio.timeout(None) as deadline:
+            async with asyncio.timeout(None) as self._deadline:
                 yield
         finally:
-            timer.cancel()
+            self._timer.cancel()
+            self._deadline = None  # it knows this task, and the task knows us
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        since, now = self._sending_since, time.monotonic()
+        if since and now - since >= self._send_timeout_s and self._deadline is not None:
+            self._deadline.reschedule(loop.time())
+        else:
+            self._timer = loop.call_later((since or now) + self._send_timeout_s - now, self._look)
 
     async def _stream(self) -> None:
         job = self._job

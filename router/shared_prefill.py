@@ -46,8 +46,10 @@ class SharedPrefill:
 
     def leave(self) -> None:
         """Hear that an attempt has let go."""
-        if self._call is not None and all(attempt.is_released for attempt in self._attempts):
-            self._call.cancel()
+        if all(attempt.is_released for attempt in self._attempts):
+            if self._call is not None:
+                self._call.cancel()
+            self._attempts = ()  # they know us: nobody shall have to look for what is left of a request
 
     async def _ask(self) -> dict[str, PrefillResult]:
         """Ask the prefill worker, again as long as it has no room."""
