@@ -61,8 +61,8 @@ def _build(context: LeaderContext) -> list[Route]:
             waiting: set[asyncio.Future[Any]] = {result, gone}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
-                abort = protocol.AbortRequest(request_id=message.request_id)
-                await asyncio.wrap_future(loop.call(lambda worker: worker.abort(abort)))
+                for request_id in (message.request_id, *(branch.request_id for branch in message.branches)):
+                    await abort(protocol.AbortRequest(request_id=request_id), request)
             return await result
         finally:
             gone.cancel()
