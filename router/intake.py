@@ -41,7 +41,7 @@ from router.tokenizer import LONG_TEXT_CHARS, TOKENIZER_FILE, Detokenizer, Token
 
 # The tokenizer takes some 120 bytes a character while it works, so of texts like these one is encoded at a time.
 HUGE_TEXT_CHARS = 1 << 20
-THREAD_MESSAGES = 1_000
+THREAD_BODY_BYTES = 64 << 10
 GUIDE_THREADS = 4
 MAX_WAITING_GUIDES = 64
 
@@ -79,12 +79,12 @@ class Intake:
 
     async def chat(self, request: Request) -> Job:
         """Return the job of a /v1/chat/completions request. Raises ApiError."""
-        fields = openai.parse(await read_body(request, self._config), ChatRequest)
+        body = await read_body(request, self._config)
+        fields = openai.parse(body, ChatRequest)
         self.check_model(fields.model)
         self.needs_tokenizer("chat", param="messages")
         num_choices(fields)
-        options = chat_options(fields, default_thinking=self._config.default_thinking)
-        text = await self.chat_text(fields, options)
+        options, text = await self.chat_prompt(fields, num_bytes=len(body))
         ids = await self.encode(text, "messages", limit=self.limits().max_model_len)
         return await self._job(
             request, fields, [ids], is_thinking=text.endswith(THINK_OPEN), functions=options.functions
@@ -108,14 +108,14 @@ class Intake:
             prompts.append(prompt)
         return await self._job(request, fields, prompts, echoes=echoes)
 
-    async def chat_text(self, fields: ChatRequest | TokenizeRequest, options: ChatOptions) -> str:
-        """Return the prompt text of a chat; a long one is written in a thread."""
-        messages = fields.messages or []
+    async def chat_prompt(self, fields: ChatRequest | TokenizeRequest, *, num_bytes: int) -> tuple[ChatOptions, str]:
+        """Return the options of a chat and its prompt text; a thread works on those of a long body (`num_bytes`)."""
 
-        def write() -> str:
+        def write() -> tuple[ChatOptions, str]:
+            options = chat_options(fields, default_thinking=self._config.default_thinking)
             try:
-                return encode_chat(
-                    messages,
+                return options, encode_chat(
+                    fields.messages or [],
                     texts=self._texts,
                     tools=options.tools,
                     response_format=fields.response_format,
@@ -128,7 +128,7 @@ class Intake:
             except RecursionError:
                 raise InvalidRequest("messages: JSON is nested too deeply", param="messages") from None
 
-        return write() if len(messages) < THREAD_MESSAGES else await asyncio.to_thread(write)
+        return write() if num_bytes < THREAD_BODY_BYTES else await asyncio.to_thread(write)
 
     async def encode(self, text: str, param: str, *, limit: int = 0) -> list[int]:
         """Return the tokens of `text`; long texts in a thread, and none that can't fit into `limit` tokens (0: any)."""

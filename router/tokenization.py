@@ -12,7 +12,6 @@ from starlette.requests import Request
 
 from router import openai
 from router.body import read_body
-from router.chat_options import chat_options
 from router.config import RouterConfig
 from router.errors import InvalidRequest
 from router.intake import Intake
@@ -30,7 +29,8 @@ class Tokenization:
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Return the tokens of a prompt, or of the prompt that messages make. Raises ApiError."""
-        fields = openai.parse(await read_body(request, self._config), TokenizeRequest)
+        body = await read_body(request, self._config)
+        fields = openai.parse(body, TokenizeRequest)
         self._intake.check_model(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
@@ -38,8 +38,7 @@ class Tokenization:
         tokenizer = self._intake.needs_tokenizer("/tokenize", param=param)
         text = fields.prompt
         if text is None:
-            options = chat_options(fields, default_thinking=self._config.default_thinking)
-            text = await self._intake.chat_text(fields, options)
+            _, text = await self._intake.chat_prompt(fields, num_bytes=len(body))
         token_ids = await self._intake.encode(text, param)
 
         def texts() -> list[str] | None:

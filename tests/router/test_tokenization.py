@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+
+from router import intake
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -82,3 +86,19 @@ def test_without_a_tokenizer_both_say_what_is_missing(make_cluster):
             answer = cluster.post(path, body)
             assert answer.status_code == 501
             assert "tokenizer.json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize(("num_calls", "has_thread"), [(1, False), (2000, True)])
+def test_a_long_conversation_is_written_in_a_thread(cluster, monkeypatch, path, num_calls, has_thread):
+    threads = []
+
+    def encode(*args, **options):
+        threads.append(threading.current_thread().name)
+        return "x"
+
+    monkeypatch.setattr(intake, "encode_chat", encode)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call] * num_calls}]
+    assert cluster.post(path, {"messages": messages}).status_code == 200
+    assert [name.startswith("asyncio_") for name in threads] == [has_thread]
