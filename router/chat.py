@@ -290,11 +290,14 @@ def _content_text(message: ChatMessage, where: str) -> str:
         )
     texts = []
     for n, part in enumerate(content):
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        if part.type not in ("text", "input_text", "output_text"):
             raise InvalidRequest(
-                f"{where}.content[{n}]: only parts of type text with a `text` are supported, found {part.type[:60]!r}",
+                f"{where}.content[{n}]: only parts of type text are supported, found {part.type[:60]!r}",
                 param=f"{where}.content[{n}].type",
                 code="unsupported_content",
             )
+        if part.text is None:
+            where = f"{where}.content[{n}].text"
+            raise InvalidRequest(f"{where}: a part of type {part.type} needs a text", param=where)
         texts.append(part.text)
     return PART_SEPARATOR.join(texts)

@@ -147,6 +147,7 @@ _decoders: dict[type[Request], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 }
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
 
 
@@ -163,7 +164,11 @@ def parse(body: bytes, kind: type[R]) -> R:
         message = _PATH.sub("", text)
         raise InvalidRequest(f"{param}: {message}" if param else f"body: {message}", param=param or None) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"body: not valid JSON: {error}", code="invalid_json") from None
+        # The decoder has several words for half a character, "truncated" among them.
+        hint = (
+            r" (an escape \ud800 to \udfff without its other half is no character)" if _SURROGATE.search(body) else ""
+        )
+        raise InvalidRequest(f"body: not valid JSON: {error}{hint}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("body: JSON is nested too deeply", code="invalid_json") from None
     assert isinstance(request, kind)

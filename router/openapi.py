@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from router import prompts, refusals, sampling
+from router.chat import ROLES
 from router.encoding import EFFORTS
 from router.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -108,7 +109,7 @@ def _requests() -> dict[str, Schema]:
                 shape.pop("default", None)
     schemas["ChatRequest"]["properties"]["messages"] |= {"minItems": 1}
     schemas["Thinking"]["properties"]["type"] = {"enum": ["enabled", "disabled"]}
-    schemas["ChatMessage"]["properties"]["role"] = {"enum": ["system", "developer", "user", "assistant", "tool"]}
+    schemas["ChatMessage"]["properties"]["role"] = {"enum": list(ROLES)}
     return dict(schemas)
 
 

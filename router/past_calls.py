@@ -68,7 +68,7 @@ def _arguments(call: ToolCall, where: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: must be a JSON object, found something else: {error}", param=where) from None
+        raise InvalidRequest(f"{where}: must be the text of a JSON object: {error}", param=where) from None
     if value is None:
         return {}
     if not isinstance(value, dict):

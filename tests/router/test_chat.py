@@ -166,6 +166,11 @@ def refused(messages, **options):
     return refusal.value
 
 
+def test_a_text_part_without_text_is_not_called_unsupported():
+    error = refused([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}])
+    assert (error.param, error.code) == ("messages[0].content[1].text", None)
+
+
 @pytest.fixture(scope="module")
 def published():
     """{name: (messages, tools, prompt)} of the published vectors, and the texts they were made with."""

@@ -303,6 +303,13 @@ def test_completions_give_sixteen_tokens_by_default():
     assert sampling_params(request, num_prompt_tokens=95, limits=LIMITS).max_tokens == 5
 
 
+@pytest.mark.parametrize("escape", ["\\ud800", "\\uDFFF", "\\ud83d x"])
+def test_half_a_character_is_called_that(escape):
+    error = refused(lambda: parse(f'{{"prompt":"{escape}"}}'.encode(), CompletionRequest))
+    assert error.code == "invalid_json"
+    assert "without its other half" in error.message
+
+
 def test_several_prompts_share_a_bias_and_have_lengths_of_their_own():
     request = parse(b'{"prompt":"x","logit_bias":{"5":1.0},"seed":3}', CompletionRequest)
     first, second = sampling_of_prompts(request, num_prompt_tokens=[1, 95], limits=LIMITS)

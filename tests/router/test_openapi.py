@@ -70,6 +70,12 @@ def test_the_ranges_described_are_the_ranges_checked(cluster, described, field):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
+def test_the_roles_described_are_the_roles_taken(cluster, described):
+    roles = described["components"]["schemas"]["ChatMessage"]["properties"]["role"]["enum"]
+    refused = cluster.post("/tokenize", {"messages": [{"role": "?", "content": "x"}]}).json()["error"]["message"]
+    assert refused.endswith(f"none of {', '.join(roles)}")
+
+
 def test_it_is_small_enough_to_be_read(described):
     assert len(msgspec.json.encode(described)) < 50_000
     assert json.dumps(described).count("description") > 3
