@@ -19,6 +19,17 @@ from router.openai import DetokenizeRequest, TokenizeRequest
 from router.prompts import check_token_ids
 from router.tokenizer import LONG_TEXT_CHARS, Detokenizer, Tokenizer
 
+_OF_MESSAGES = (
+    "tools",
+    "tool_choice",
+    "response_format",
+    "chat_template_kwargs",
+    "thinking",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
 
 class Tokenization:
     """Both routes, with the intake's own steps: what /tokenize counts is what a request would be charged."""
@@ -34,6 +45,8 @@ class Tokenization:
         self._intake.check_model(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
+        if fields.messages is None and (field := next((f for f in _OF_MESSAGES if getattr(fields, f)), None)):
+            raise InvalidRequest(f"{field}: a prompt is taken as it is; send messages, or leave it out", param=field)
         param = "prompt" if fields.messages is None else "messages"
         tokenizer = self._intake.needs_tokenizer("/tokenize", param=param)
         text = fields.prompt

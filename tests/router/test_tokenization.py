@@ -64,6 +64,8 @@ def test_tokens_come_back_as_text(cluster, text):
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools[0].function"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"prompt": "x", "reasoning_effort": "max"}, "reasoning_effort"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [129280]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
