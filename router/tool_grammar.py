@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from router.errors import InvalidRequest, Unsupported
@@ -21,6 +21,9 @@ from router.tools import Function
 _BREAKS_MARKUP = re.compile(r'["<>｜\x00-\x1f\x7f]')
 _KEPT_APART = {"properties", "required", "type", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 _TEXT_KEYS = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
+# References make exponentially many ways to write a value, and repeat their definitions, out of few bytes.
+MAX_FORMS = 256
+MAX_RULE_CHARS = 128 << 10
 _JSON_TYPES = ["object", "array", "number", "boolean", "null"]
 
 
@@ -38,6 +41,7 @@ class _Writer:
     def __init__(self) -> None:
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
+        self._num_chars = 0
 
     def block(self, functions: Sequence[Function], *, is_parallel: bool) -> list[str]:
         calls = [self._call(function, f"call{n}") for n, function in enumerate(functions)]
@@ -70,7 +74,7 @@ class _Writer:
     def _parameter(self, key: str, schema: Any, root: dict[str, Any]) -> str:
         definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}
         forms = []
-        for is_text, value in _forms(schema, root):
+        for is_text, value in _forms(schema, root, iter(range(MAX_FORMS))):
             start = _literal(f'{OPEN_PARAMETER} name="{key}" string="{"true" if is_text else "false"}">')
             if is_text:
                 forms.append(f'{start} {self._lazy(value)} "\\n"')
@@ -92,11 +96,28 @@ class _Writer:
             numbered = f"{name}{'_' if name.isupper() else ''}{len(self._names)}"
             self._names[f"{kind}: {body}"] = numbered
             self._rules.append(f"{numbered}{bracket}{options}: {body}")
+            self._num_chars += len(body)
+            if self._num_chars > MAX_RULE_CHARS:
+                raise InvalidRequest(
+                    f"tools: their schemas make more than {MAX_RULE_CHARS} bytes of grammar; make them smaller, or let "
+                    "fewer parameters refer to definitions",
+                    param="tools",
+                    code="invalid_grammar",
+                )
         return self._names[f"{kind}: {body}"]
 
 
-def _forms(schema: Any, root: dict[str, Any]) -> Iterable[tuple[bool, Any]]:
-    """Yield the ways to write a parameter: (True, regex of the raw text) and (False, schema of the JSON)."""
+def _forms(schema: Any, root: dict[str, Any], steps: Iterator[int]) -> Iterable[tuple[bool, Any]]:
+    """Return the ways to write a parameter: (True, regex of the raw text) and (False, schema of the JSON).
+
+    steps: as many as may be looked at.
+    """
+    if next(steps, None) is None:
+        raise InvalidRequest(
+            f"tools: a parameter has more than {MAX_FORMS} alternatives, counted behind references; leave some out",
+            param="tools",
+            code="invalid_grammar",
+        )
     schema = resolved(schema, root)
     if schema is True or schema == {}:
         return [(True, _ANY_TEXT), (False, {"type": _JSON_TYPES})]
@@ -104,10 +125,10 @@ def _forms(schema: Any, root: dict[str, Any]) -> Iterable[tuple[bool, Any]]:
         return [(False, schema)]
     for key in ("anyOf", "oneOf"):
         if set(schema) == {key} and isinstance(schema[key], list):
-            return [form for branch in schema[key] for form in _forms(branch, root)]
+            return [form for branch in schema[key] for form in _forms(branch, root, steps)]
     kinds = schema.get("type")
     if isinstance(kinds, list):
-        return [form for kind in kinds for form in _forms({**schema, "type": kind}, root)]
+        return [form for kind in kinds for form in _forms({**schema, "type": kind}, root, steps)]
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and kinds in (None, "string") and set(schema) <= _TEXT_KEYS:
         texts = [value for value in values if isinstance(value, str)]
