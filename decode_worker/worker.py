@@ -225,7 +225,7 @@ class DecodeWorker:
             self._release(sequence)
             return
         if progress.error:
-            self._say_error(sequence.request_id, errors.RequestError(f"decode failed: {progress.error}"))
+            self._say_error(sequence.request_id, errors.of_step("decode", progress.error))
         else:
             assert progress.token_id is not None, "a decode step always reaches its sequence's last token"
             self._num_output_tokens += 1

@@ -77,7 +77,12 @@ class Watchdog:
                 if mute >= (MUTE_AFTER_S if pid in self._answered else MUTE_AT_START_AFTER_S):
                     self._kill(name, pid, f"has not answered for {mute:.1f} s")
             except httpx.HTTPError:
-                self._heard[pid] = now  # refused or reset: not listening yet, or dead; both are seen elsewhere
+                # Refused or reset: not listening yet, or dead, which is seen elsewhere; but who has answered before and
+                # lives on with its port closed serves nobody, and holds up its successor.
+                if pid not in self._answered:
+                    self._heard[pid] = now
+                elif clock() - self._heard.setdefault(pid, now) >= MUTE_AFTER_S:
+                    self._kill(name, pid, f"has refused connections for {clock() - self._heard[pid]:.1f} s")
 
     def _kill(self, name: str, pid: int, reason: str) -> None:
         if not self._stop.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.plan import GUIDE_FAILED
 from router.protocol import ErrorBody, ErrorCode
 
 
@@ -63,3 +64,9 @@ class TransferFailed(RequestError):
 class WorkerLost(RequestError):
     code: ErrorCode = "worker_lost"
     status = 502
+
+
+def of_step(role: str, reason: str) -> RequestError:
+    """Return what a request is told whose step has failed at the ranks; its own grammar is its own fault."""
+    kind = InvalidRequest if GUIDE_FAILED in reason else RequestError
+    return kind(f"{role} failed: {reason}")

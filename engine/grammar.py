@@ -75,7 +75,7 @@ class GrammarState:
         return self._consume(tokens)
 
     def _advance(self, before: Future[NDArray[np.int32]], tokens: tuple[int, ...]) -> NDArray[np.int32]:
-        before.result(0)  # it has ended: nothing is accepted before its mask was asked for
+        before.result(PATIENCE_S)  # it has ended, or runs: it was taken up before this
         return self._consume(tokens)
 
     def _consume(self, tokens: tuple[int, ...]) -> NDArray[np.int32]:
@@ -134,7 +134,13 @@ class Grammars:
         except TimeoutError:
             self._num_lost += 1
             log.error("a grammar is not done after %g s: its thread, number %d, is lost", PATIENCE_S, self._num_lost)
+            future.add_done_callback(self._on_late)
             raise GrammarError(f"the grammar is too complex: no mask after {PATIENCE_S:g} s") from None
+
+    def _on_late(self, future: Future[NDArray[np.int32]]) -> None:
+        """Hear that a thread was only slow: a busy machine must not end all guiding."""
+        with self._lock:
+            self._num_lost -= 1
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher at the start of `grammar`. Raises GrammarError if it can't be compiled."""

@@ -14,6 +14,8 @@ from kv_transfer.landing import Landing
 from router.protocol import NumaBinding, SamplingParams, TokenLogprobs, WorkerState
 
 NO_MEMORY = "out of memory"
+GUIDE_FAILED = "the guide of the answer failed: "
+"""How reasons begin that lie in the request's own grammar."""
 
 
 class PlanMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

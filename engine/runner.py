@@ -29,7 +29,7 @@ from engine.model.config import load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.weights import load_weights
-from engine.plan import NO_MEMORY, SequenceStep, StepPlan
+from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStep, StepPlan
 from engine.rollback import Rollback
 from engine.sampler import Sampler, SamplingState
 from router.protocol import TokenLogprobs
@@ -189,7 +189,7 @@ class ModelRunner:
         logprobs: list[tuple[int, TokenLogprobs]] = []
         for (seq, state), choice in zip(drawn, choices, strict=True):
             if choice.error:
-                failed.append((seq, choice.error))
+                failed.append((seq, GUIDE_FAILED + choice.error))
                 continue
             state.add(choice.token_id)
             tokens.append((seq, choice.token_id))

@@ -338,7 +338,7 @@ class PrefillWorker:
         if progress.is_aborted or prefill is None:
             self._settle(sequence)
         elif progress.error:
-            self._drop(prefill, errors.RequestError(f"prefill failed: {progress.error}"))
+            self._drop(prefill, errors.of_step("prefill", progress.error))
         elif progress.token_id is None:
             self._push_computed(prefill)
             prefill.num_chunks += 1
@@ -452,7 +452,7 @@ class PrefillWorker:
     def _on_push_failed(self, message: PushDone) -> None:
         """A chunk's write failed: the landing can't be completed, so the rest of the prompt is not worth computing."""
         for prefill in list(self._prefills.values()):
-            for push in [answer.push for answer in prefill.answers if answer.push is not None]:
+            for push in [a.push for a in prefill.answers if a.push is not None and not a.is_aborted]:
                 if (push.landing.generation, push.landing.key) == (message.generation, message.key):
                     self._drop(prefill, errors.TransferFailed(f"writing the cache to decode failed: {message.error}"))
                     break

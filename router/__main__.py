@@ -61,8 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is here now stays: to walk through it, again and again, would stop every answer for 60 ms.
     gc.collect()
     gc.freeze()
-    asyncio.run(serve(router, listener))
+    asyncio.run(_serve_and_end(router, listener))
     return 0
+
+
+async def _serve_and_end(router: Router, listener: socket.socket) -> None:
+    """Serve, then end the process: threads that still encode or compile for clients who have left must not hold it."""
+    await serve(router, listener)
+    logging.shutdown()
+    os._exit(0)
 
 
 async def serve(router: Router, listener: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """Choices: all answers of one request, as they come: several to one prompt, to several prompts, or just one.
 
 Answers to the same prompt share one prefill as far as decode has room for them at once; those that it has no room for
-wait their turn and are prefilled apart.
+wait their turn together, and share another.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ class Choices:
             self._tasks[index].cancel()
 
     async def _open(self, first: int) -> None:
-        """Take one prompt to a pair, then run its answers."""
-        records = self._records[first : first + self._num_choices]
-        try:
-            attempts = await self._dispatcher.open(records)
-        except Exception as error:
-            await self._queue.put((first, error))
-            return
-        self._attempts += attempts
-        for n, record in enumerate(records):
-            attempt = attempts[n] if n < len(attempts) else None
-            self._tasks[first + n] = asyncio.create_task(self._run(first + n, record, attempt))
+        """Take one prompt to a pair and run its answers: as many as decode has room for, then of the others, ..."""
+        end = first + self._num_choices
+        while first < end:
+            try:
+                attempts = await self._dispatcher.open(self._records[first:end])
+            except Exception as error:
+                await self._queue.put((first, error))
+                return
+            self._attempts += attempts
+            for attempt in attempts:
+                self._tasks[first] = asyncio.create_task(self._run(first, self._records[first], attempt))
+                first += 1
 
-    async def _run(self, index: int, record: RequestRecord, attempt: Attempt | None) -> None:
+    async def _run(self, index: int, record: RequestRecord, attempt: Attempt) -> None:
         try:
             async with aclosing(self._dispatcher.generate(record, attempt)) as outputs:
                 async for tokens in outputs:

@@ -62,8 +62,21 @@ def test_process_that_listens_before_it_has_loaded_is_given_time(victim: subproc
     assert victim.wait(10) == -signal.SIGKILL
 
 
+def test_process_that_has_answered_and_lives_on_with_its_port_closed_is_killed(victim: subprocess.Popen[bytes]) -> None:
+    said: list[str] = []
+    clock, dog = Clock(), Watchdog(lambda: [("router", victim.pid, "http://x/live")], say=said.append)
+    dog.look(lambda url: 200, clock=clock)
+    clock.now += MUTE_AFTER_S - 0.1
+    dog.look(refused, clock=clock)
+    assert victim.poll() is None
+    clock.now += 0.2
+    dog.look(refused, clock=clock)
+    assert victim.wait(10) == -signal.SIGKILL
+    assert "refused connections" in said[0]
+
+
 @pytest.mark.parametrize("answer", [lambda url: 503, refused])
-def test_process_that_answers_or_refuses_is_never_killed(victim: subprocess.Popen[bytes], answer) -> None:
+def test_process_that_answers_or_never_listened_is_never_killed(victim: subprocess.Popen[bytes], answer) -> None:
     clock, dog = Clock(), Watchdog(lambda: [("leader", victim.pid, "http://x/health")], say=lambda text: None)
     for _ in range(5):
         dog.look(answer, clock=clock)

@@ -223,7 +223,7 @@ def test_the_command_passes_its_arguments_on(monkeypatch, capsys):
     assert "isthmus kernels check: error: no kernel or operation inner" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["kernels"], ["kernels", "chek"], ["bench"], ["bench", "router"]])
+@pytest.mark.parametrize("words", [["kernels"], ["kernels", "chek"], ["bench"], ["bench", "roter"]])
 def test_an_incomplete_command_shows_its_usage(words, capsys):
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith(f"usage: isthmus {words[0]} ")

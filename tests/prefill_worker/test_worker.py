@@ -11,7 +11,7 @@ import pytest
 
 from engine import errors
 from engine.config import EngineConfig
-from engine.plan import CancelPush, LeaderMessage, PushDone, PushPlan, StepPlan, StepResult
+from engine.plan import GUIDE_FAILED, CancelPush, LeaderMessage, PushDone, PushPlan, StepPlan, StepResult
 from engine.seams import Fault
 from kv_transfer.landing import Landing, encode
 from kv_transfer.layout import KVLayout, make_group
@@ -497,3 +497,24 @@ def test_two_answers_with_one_id_are_refused() -> None:
     with pytest.raises(errors.InvalidRequest, match="'a' is here already"):
         bench.accept("a", 10, branches=[("a", bench.landing("a", 10))])
     assert bench.is_all_free()
+
+
+def test_guide_that_fails_is_the_fault_of_its_request() -> None:
+    bench = Bench()
+    bench.accept("a", 10)
+    plan = bench.worker.schedule()
+    assert plan is not None
+    reason = f"rank 0: {GUIDE_FAILED}the grammar does not allow token 5"
+    bench.worker.commit(plan, StepResult(rank=0, number=plan.number, failed=[(plan.steps[0].seq, reason)]))
+    answer = bench.answers["a"]
+    assert isinstance(answer, errors.InvalidRequest) and "does not allow token 5" in str(answer)
+
+
+def test_failed_write_of_an_aborted_answer_does_not_end_its_siblings() -> None:
+    bench, landings = branched(300)
+    bench.step()
+    bench.worker.abort(AbortRequest(request_id="b"))
+    bench.done(landings[1], "failed")
+    bench.done(landings[1], "drained")
+    bench.step(42, b=43, c=44)
+    assert isinstance(bench.answers["a"], PrefillResult)

@@ -77,6 +77,7 @@ def test_what_decode_has_no_room_for_is_prefilled_later(make_cluster, next_token
         counts = branch_counts(cluster)
         assert counts[0] == 1, "two fit at once, and share a prefill"
         assert sum(counts) + len(counts) == 5
+        assert len(counts) < 5, "those that wait share prefills too"
         cluster.assert_clean()
 
 

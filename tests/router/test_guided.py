@@ -400,7 +400,6 @@ HOSTILE = {
     "patterns that must all hold": {
         "guided_json": {"allOf": [{"type": "string", "pattern": f"a{i}.*b"} for i in range(500)]}
     },
-    "repetitions of repetitions": {"guided_regex": "((((x{50}){50}){50}){50}){50}"},
     "a large multiple": {"guided_json": {"type": "integer", "multipleOf": 10000019}},
     "an endless loop in the middle of an answer": {
         "guided_grammar": 'start: r0\nr0: r1 "a" "a" | r1 r0 | "a"\nr1: "a" "a" r1 U | "a" |\nU: /a*/'
@@ -423,7 +422,7 @@ def test_regexes_that_backtracking_would_drown_in_are_fine(guides, pattern):
 
 
 def test_a_refusal_is_remembered(guides):
-    request = chat(guided_regex="(((((y{50}){50}){50}){50}){50}){50}")
+    request = chat(guided_json={"type": "integer", "multipleOf": 10000079})
     for _ in range(2):
         before = guides._checker._process
         with pytest.raises(InvalidRequest, match="too complex"):

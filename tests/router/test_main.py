@@ -66,6 +66,21 @@ def test_a_signal_ends_the_process_with_status_zero_and_no_traceback(tmp_path, n
     assert b"Traceback" not in error
 
 
+def test_threads_that_work_for_nobody_any_more_do_not_hold_up_the_end(tmp_path):
+    """A thread that will run for a minute, as one does that encodes a huge text."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    code = (
+        "import os, signal, sys, threading, time\n"
+        "from router.__main__ import main\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        f"main({flags(tmp_path, port)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_the_router_imports_no_torch_and_nothing_of_ours():
     code = (
         "import sys, router.__main__\n"
