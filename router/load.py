@@ -125,6 +125,13 @@ class Setup:
     def give_back(self, client: LoadClient) -> None:
         self._idle.append(client)
 
+    async def own_times(self) -> list[tuple[float, float]]:
+        """Return what a router.probe has measured since it was last asked: seconds up to the call, and after it."""
+        url = f"http://127.0.0.1:{self.port}/probe"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        answer = await asyncio.to_thread(lambda: opener.open(url, timeout=10).read())
+        return [(before, after) for before, after in json.loads(answer)]
+
     def cpu_s(self) -> float:
         times = self.process.cpu_times()
         return times.user + times.system
@@ -141,8 +148,12 @@ async def running_router(
     max_model_len: int = MAX_MODEL_LEN,
     core: int | None = None,
     flags: Sequence[str] = (),
+    module: str = "router",
 ) -> AsyncIterator[Setup]:
-    """Start a router for `model` and its workers, wait until it is ready, and end it. core: where it is pinned."""
+    """Start a router for `model` and its workers, wait until it is ready, and end it.
+
+    core: where it is pinned.   module: what is run, `router.probe` to have it measure itself.
+    """
     tokenizer = Tokenizer.from_folder(model)
     if tokenizer is None:
         raise ValueError(f"{model}: has no tokenizer.json; name a model folder that has one")
@@ -156,7 +167,7 @@ async def running_router(
     await loopback.start()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "router", "--model", str(model), "--port", str(port)]
+    command = [sys.executable, "-P", "-m", module, "--model", str(model), "--port", str(port)]
     for worker in loopback.workers:
         command += [f"--{worker.role}", worker.url]
     with tempfile.TemporaryFile() as log:

@@ -32,6 +32,7 @@ def test_every_scenario_counts_what_was_answered(tmp_path: Path) -> None:
     for name in ("own-time", "own-time-random"):
         assert (found[name]["requests"], found[name]["failed"]) == (40, 0)
         assert 0 < found[name]["own_time_ms"]["p50"] <= found[name]["own_time_ms"]["p99"]
+        assert found[name]["own_time_ms"]["p50"] < found[name]["outside_ms"]["p50"]
     tokens = found["tokens"]
     assert (tokens["tokens"], tokens["lost"], tokens["failed"]) == (2 * 8 * 49, 0, 0)
     assert tokens["tokens_per_event"] == 1.0
@@ -52,7 +53,14 @@ def test_every_scenario_counts_what_was_answered(tmp_path: Path) -> None:
     ],
 )
 def test_a_missed_bar_or_a_failed_request_is_no_success(results: dict[str, object], is_met: bool) -> None:
-    filled = {"requests_per_s": 200.0, "prompt_chars": 500, "parts_ms": {}, "router_cpu": 0.5, **results}
+    filled = {
+        "requests_per_s": 200.0,
+        "prompt_chars": 500,
+        "parts_ms": {},
+        "outside_ms": {"p50": 2.0, "p99": 6.0},
+        "router_cpu": 0.5,
+        **results,
+    }
     assert all(met for *_, met in bench._rows({"own-time": filled})) is is_met
 
 
