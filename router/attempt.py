@@ -9,6 +9,7 @@ prefill first, because only its word makes decode's landing free, then decode.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -238,18 +239,25 @@ class Attempt:
 
     async def _unless_lost(self, asked: Coroutine[Any, Any, T]) -> T:
         """Return what a worker answers; raise as soon as one that the attempt depends on is lost."""
-        call = asyncio.create_task(asked)
-        waited: set[asyncio.Future[Any]] = {call, self._inbox.failure}
+        failure = self._inbox.failure
+        # In this task, not in one of its own: each costs two rounds of a busy event loop.
+        scope = asyncio.timeout(None)
+
+        def end(_: asyncio.Future[WorkerError]) -> None:
+            with contextlib.suppress(RuntimeError):  # the answer was there first
+                scope.reschedule(0)
+
         try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise self._inbox.failure.result()
-            return call.result()
-        finally:
-            if not call.done():
-                call.cancel()
-            elif not call.cancelled():
-                call.exception()  # seen, should it have failed while we were cancelled
+            async with scope:
+                failure.add_done_callback(end)
+                try:
+                    return await asked
+                finally:
+                    failure.remove_done_callback(end)
+        except TimeoutError:
+            if scope.expired():
+                raise failure.result() from None
+            raise
 
     async def _abort(self) -> None:
         """Tell prefill, then decode, that the request is over.

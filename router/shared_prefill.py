@@ -36,10 +36,13 @@ class SharedPrefill:
 
     async def result(self, attempt: Attempt) -> PrefillResult:
         """Return the part of the result that is this attempt's. Raises WorkerError."""
-        if self._call is None:
-            self._call = asyncio.create_task(self._ask())
-            self._call.add_done_callback(lambda call: call.cancelled() or call.exception())  # maybe nobody waits
-        results = await asyncio.shield(self._call)
+        if len(self._attempts) == 1:
+            results = await self._ask()
+        else:
+            if self._call is None:
+                self._call = asyncio.create_task(self._ask())
+                self._call.add_done_callback(lambda call: call.cancelled() or call.exception())  # maybe nobody waits
+            results = await asyncio.shield(self._call)
         if attempt.request_id not in results:
             raise WorkerError("internal", f"{attempt.pair.prefill.url} gave no token for {attempt.request_id}")
         return results[attempt.request_id]
