@@ -48,13 +48,13 @@ def choose(
     """Return the pair for the next request, or None if nobody has room now.
 
     Least prompt tokens at prefill first, then least requests and most free blocks at decode; ties go by address.
-    full: workers that refused just now.   avoid: workers that failed this request, taken only if nobody else is left.
+    full: workers that refused just now.   avoid: workers that may have failed this request: as few of them as can be.
     """
     open_pairs = [p for p in pairs if p.prefill.has_room and p.decode.url not in full and p.prefill.url not in full]
-    preferred = [p for p in open_pairs if p.prefill.url not in avoid and p.decode.url not in avoid]
     return min(
-        preferred or open_pairs,
+        open_pairs,
         key=lambda p: (
+            (p.prefill.url in avoid) + (p.decode.url in avoid),
             p.prefill.tokens,
             p.prefill.prefills,
             p.decode.requests,

@@ -42,3 +42,9 @@ def test_full_workers_are_left_out():
 def test_workers_that_failed_are_taken_last():
     assert choose([pair("p1"), pair("p2", tokens=90, prefills=1)], avoid={"p1"}).prefill.url == "p2"
     assert choose([pair("p1")], avoid={"p1"}).prefill.url == "p1"
+
+
+def test_with_one_decode_worker_the_other_prefill_worker_is_tried():
+    """Both workers of a failed pair are under suspicion, and one of them is in every pair."""
+    pairs = [pair("p1"), pair("p2", tokens=90, prefills=1)]
+    assert choose(pairs, avoid={"p1", "d"}).prefill.url == "p2"
