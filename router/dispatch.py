@@ -46,6 +46,7 @@ LINK_FAULTS = frozenset({"stale_generation", "fingerprint_mismatch"})
 class RequestRecord:
     """One request from acceptance to its end. Times are of time.monotonic.
 
+    num_attempts: names them, so it never falls.   is_admitted: it has had its turn in the queue.
     num_resumes: how often it went on with another attempt after tokens had been emitted.
     """
 
@@ -56,6 +57,7 @@ class RequestRecord:
     emitted: list[int] = field(default_factory=list)
     attempt: Attempt | None = None
     num_attempts: int = 0
+    is_admitted: bool = False
     num_resumes: int = 0
     queue_s: float = 0.0
 
@@ -207,10 +209,13 @@ class Dispatcher:
         self.num_queued += 1
         try:
             async with asyncio.timeout(self._config.queue_timeout_s):
-                if records[0].num_attempts:
-                    return await self._reserve(records, avoid)  # it has had its turn
-                async with self._turn:
+                if records[0].is_admitted:
                     return await self._reserve(records, avoid)
+                async with self._turn:
+                    attempts = await self._reserve(records, avoid)
+                for record in records[: len(attempts)]:
+                    record.is_admitted = True
+                return attempts
         except TimeoutError:
             raise ApiError(
                 504,
@@ -266,7 +271,6 @@ class Dispatcher:
                     await attempts[-1].reserve()
                 except WorkerError as error:
                     attempts.pop().release()
-                    record.num_attempts = 0  # it waits its turn like any other
                     log.debug("request %s: not reserved beside its siblings: %s", record.request_id, error.message)
                     break
             is_done = True

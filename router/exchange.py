@@ -57,10 +57,6 @@ class Job:
     def record(self) -> RequestRecord:
         return self.records[0]
 
-    @property
-    def pipeline(self) -> TextPipeline:
-        return self.pipelines[0]
-
 
 class Exchange(Response):
     """The response of a generation route; runs the request when the server asks for its bytes."""

@@ -78,6 +78,8 @@ def test_what_decode_has_no_room_for_is_prefilled_later(make_cluster, next_token
         assert counts[0] == 1, "two fit at once, and share a prefill"
         assert sum(counts) + len(counts) == 5
         assert len(counts) < 5, "those that wait share prefills too"
+        names = [message.request_id for path, message in cluster.decodes[0].calls if path == "/reserve"]
+        assert len(names) > 5 and len(set(names)) == len(names), "an abort of a refused try must not hit a later one"
         cluster.assert_clean()
 
 
