@@ -167,6 +167,19 @@ def nvfp4_from_mxfp4(codes: Tensor, scales: Tensor, *, parts: int, name: str) ->
     return _repeat(scale), torch.exp2((top - 8 - 127).double()).float()
 
 
+def to_pieces(x: Tensor) -> Tensor:
+    """Return x [..., K] in the order in which the kernels keep activations: lanes' pieces of 8 channels side by side.
+
+    Channel 64 n + 16 t + 8 h + i comes to 64 n + 32 h + 8 t + i.
+    """
+    return _split(x, -1, x.shape[-1] // 64, 4, 2, 8).transpose(-2, -3).reshape(x.shape)
+
+
+def from_pieces(x: Tensor) -> Tensor:
+    """Return what to_pieces was given."""
+    return _split(x, -1, x.shape[-1] // 64, 2, 4, 8).transpose(-2, -3).reshape(x.shape)
+
+
 def _repeat(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
 

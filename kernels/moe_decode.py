@@ -15,16 +15,17 @@ What f16 can't hold becomes NaN for its token alone. Weights are exact (moe_trit
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.expert_weights import ExpertWeights, dequantize_experts
-from kernels.moe_routing import Routing
+from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
+from kernels.moe_routing import MANY, Routing
 from kernels.moe_triton import down_kernel, sum_kernel, up_kernel
 from kernels.tiles import Tile, Variant, tile_for
-from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
+from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
 UP, DOWN, SUM = "moe_up", "moe_down", "moe_sum"
 FORMATS = {"nvfp4": 0, "mxfp4": 1}
@@ -36,7 +37,7 @@ def experts_decode_reference(
 ) -> Tensor:
     """Return [T, H] float32. See experts_decode."""
     tokens = routing.ids.shape[0]
-    x = routing.x.float()
+    x = from_pieces(routing.x).float()
     out = torch.zeros(tokens, w2.rows, device=x.device) if add is None else add.float().clone()
     for expert in sorted(set(routing.ids[routing.ids >= 0].tolist())):
         token, k = (routing.ids == expert).nonzero(as_tuple=True)
@@ -57,7 +58,7 @@ def experts_decode(
     limit: float,
     add: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
-    tiles: tuple[Tile, Tile] | None = None,
+    tiles: tuple[Sequence[Tile], Sequence[Tile]] | None = None,
 ) -> Tensor:
     """Return [T, H] of `out_dtype`: the weighted sum of each token's experts, 0 for padding, plus add.
 
@@ -82,9 +83,9 @@ def experts_decode(
     if not tokens:
         return out
     arch = arch_of(routing.x.device)
-    first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
-    between = first_products(routing, w13, limit=limit, tile=first)
-    parts = last_product(routing, between, w2, tile=last)
+    first, last = tiles or (tiles_for(UP, arch, tokens), tiles_for(DOWN, arch, tokens))
+    between = first_products(routing, w13, limit=limit, tiles=first)
+    parts = last_product(routing, between, w2, tiles=last)
     pdl, launch = _pdl(routing.x.device)
     sum_kernel[(tokens, -(-hidden // _SUM_BLOCK))](
         out, parts, routing.place, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl, num_warps=4, num_stages=1,
@@ -93,38 +94,46 @@ def experts_decode(
     return out
 
 
-def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: Tile) -> Tensor:
-    """Return h [N, I] f16, rows in routing's order; those beyond its last row are not written."""
-    rows, inner, device = routing.token.shape[0], w13.rows // 2, routing.x.device
-    between = torch.empty((rows, inner), dtype=torch.float16, device=device)
-    cut = fit(tile, rows=w13.rows, channels=w13.channels, packed=w13.packed_steps)
-    count = programs(
-        tile, cut, rows=w13.rows, active=min(w13.experts, rows), multiprocessors=sm_count(device)
-    )  # fmt: skip
-    pdl, launch = _pdl(device)
-    up_kernel[(count,)](
-        between, routing.x, w13.codes, w13.scales, w13.factors, routing.token, routing.weight, routing.active, limit,
-        H=w13.channels, INNER=inner, PACKED=w13.packed_steps, FORMAT=FORMATS[w13.format], PDL=pdl, **cut,
-        num_warps=cut["KS"] * cut["RS"], num_stages=1, **_limit(tile), **launch,
-    )  # fmt: skip
+def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tiles: Sequence[Tile]) -> Tensor:
+    """Return h [N, I] f16 in pieces, rows in routing's order; those beyond its last row are not written.
+
+    tiles: of the experts with few rows, and of those with many if there can be any.
+    """
+    rows, inner = routing.token.shape[0], w13.rows // 2
+    between = torch.empty((rows, inner), dtype=torch.float16, device=routing.x.device)
+    given = (between, routing.x, w13.codes, w13.scales, w13.factors, routing.token, routing.weight, routing.active)
+    for tile in tiles:
+        _launch(up_kernel, (*given, limit), w13, tile, rows=rows, sizes={"H": w13.channels, "INNER": inner})
     return between
 
 
-def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: Tile) -> Tensor:
+def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tiles: Sequence[Tile]) -> Tensor:
     """Return h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
-    rows, device = routing.token.shape[0], routing.x.device
-    parts = torch.empty((rows, w2.rows), dtype=torch.float32, device=device)
-    cut = fit(tile, rows=w2.rows, channels=w2.channels, packed=w2.packed_steps)
-    count = programs(
-        tile, cut, rows=w2.rows, active=min(w2.experts, rows), multiprocessors=sm_count(device)
-    )  # fmt: skip
-    pdl, launch = _pdl(device)
-    down_kernel[(count,)](
-        parts, between, w2.codes, w2.scales, w2.factors, routing.active,
-        H=w2.rows, INNER=w2.channels, PACKED=w2.packed_steps, FORMAT=FORMATS[w2.format], PDL=pdl, **cut,
-        num_warps=cut["KS"] * cut["RS"], num_stages=1, **_limit(tile), **launch,
-    )  # fmt: skip
+    rows = routing.token.shape[0]
+    parts = torch.empty((rows, w2.rows), dtype=torch.float32, device=routing.x.device)
+    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
+    for tile in tiles:
+        _launch(down_kernel, given, w2, tile, rows=rows, sizes={"H": w2.rows, "INNER": w2.channels})
     return parts
+
+
+def _launch(
+    kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, sizes: dict[str, int]
+) -> None:
+    cut = fit(tile, rows=weights.rows, channels=weights.channels, packed=weights.packed_steps)
+    most = rows // (MANY + 1) if cut["NB"] else min(weights.experts, rows)  # experts that can have such rows
+    pdl, launch = _pdl(weights.codes.device)
+    limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
+    kernel[(max(1, most * (weights.rows // (16 * cut["R"] * cut["RS"]))),)](
+        *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **sizes, **cut,
+        num_warps=cut["KS"] * cut["RS"], num_stages=1, **limit, **launch,
+    )  # fmt: skip
+
+
+def tiles_for(op: str, arch: str, tokens: int) -> tuple[Tile, ...]:
+    """Return the table's tiles for experts with few rows and, if there can be any, for those with many."""
+    few = tile_for(op, arch, tokens=tokens)
+    return (few, tile_for(f"{op}_many", arch)) if tokens > MANY else (few,)
 
 
 def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
@@ -132,88 +141,59 @@ def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
     return pdl, {"launch_pdl": True} if pdl else {}
 
 
-def _limit(tile: Tile) -> dict[str, int]:
-    return {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
-
-
 def fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]:
     """Return the kernel's constants for a matrix, smaller than the tile's where it does not divide the matrix.
 
     R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   S: steps of
-    64 channels at once, WIDE_S where more than 8 tokens are.   WIDE: tokens at once, in eights.
+    64 channels at once.   PAIR_S: the same for 9 to 16 rows of an expert, or 0.   NB: rows at once, in eights, for the
+    experts with many; 0: for the others.
     """
-    c = {name: value for name, value in tile.constants.items() if name not in ("RESIDENT", "REGISTERS")}
+    c = {name: value for name, value in tile.constants.items() if name != "REGISTERS"}
     steps, tiles = channels // 64, rows // 16
     c["KS"] = math.gcd(c["KS"], steps)
-    for name in ("S", "WIDE_S"):
-        c[name] = math.gcd(math.gcd(c[name], packed), steps // c["KS"])
+    share = math.gcd(packed, steps // c["KS"])
+    c |= {name: math.gcd(c[name], share) for name in ("S", "PAIR_S") if c[name]}
     c["RS"] = math.gcd(c["RS"], tiles)
     c["R"] = math.gcd(c["R"], tiles // c["RS"])
     return c
 
 
-def programs(tile: Tile, cut: dict[str, int], *, rows: int, active: int, multiprocessors: int) -> int:
-    """Return how many programs are launched: RESIDENT a multiprocessor (0: any number), at most one for each item."""
-    items = active * (rows // (16 * cut["R"] * cut["RS"]))
-    resident = tile.constants["RESIDENT"]
-    return min(items, resident * multiprocessors) if resident else items
-
-
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
-_TOKENS = (1, 8, 16, 64, 256)
+_TOKENS = (1, 8, 16, 64)
 _HIDDEN, _INNER = 4096, 512
+_SUMS: list[tuple[str, str | None]] = [("*fp32", None), ("*fp32", "*fp32"), ("*bf16", "*bf16")]
 
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate."""
     found: dict[str, Variant] = {}
-    for tokens in _TOKENS:
-        for fmt in FORMATS:
-            for variant in _variants_of(arch, fmt, tokens):
-                found.setdefault(repr((variant.kernel.__name__, variant.constants, variant.num_warps)), variant)
-    for out in ("*fp32", "*bf16"):
-        for add in (None, "*fp32", "*bf16"):
-            signature = {"out_ptr": out, "part_ptr": "*fp32", "place_ptr": "*i32"}
-            fixed: dict[str, Any] = {"H": _HIDDEN, "TOP_K": 6, "BLOCK": _SUM_BLOCK, "PDL": True}
-            if add is None:
-                fixed["add_ptr"] = None
-            else:
-                signature["add_ptr"] = add
-            found[f"sum {out} {add}"] = Variant(SUM, sum_kernel, signature, fixed, 4, 1, tensor_ops=())
+    for op in (UP, DOWN):
+        for tile in {id(tile): tile for tokens in _TOKENS for tile in tiles_for(op, arch, tokens)}.values():
+            for fmt in FORMATS:
+                variant = _variant(op, fmt, tile)
+                found.setdefault(repr((op, variant.constants, variant.maxnreg)), variant)
+    for out, add in _SUMS:
+        signature = {"out_ptr": out, "part_ptr": "*fp32", "place_ptr": "*i32"} | ({"add_ptr": add} if add else {})
+        fixed: dict[str, Any] = {"H": _HIDDEN, "TOP_K": 6, "BLOCK": _SUM_BLOCK, "PDL": True}
+        fixed |= {} if add else {"add_ptr": None}
+        found[f"sum {out} {add}"] = Variant(SUM, sum_kernel, signature, fixed, 4, 1, tensor_ops=())
     return list(found.values())
 
 
-def _variants_of(arch: str, fmt: str, tokens: int) -> list[Variant]:
-    result = []
-    for op, kernel, rows, channels in (
-        (UP, up_kernel, 2 * _INNER, _HIDDEN),
-        (DOWN, down_kernel, _HIDDEN, _INNER),
-    ):
-        tile = tile_for(op, arch, tokens=tokens)
-        packed = 4
-        cut = fit(tile, rows=rows, channels=channels, packed=packed)
-        signature = dict.fromkeys(kernel.arg_names, "*i32")
-        signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "part_ptr": "*fp32", "weight_ptr": "*fp32"}
-        signature |= {"scales_ptr": "*i16", "factors_ptr": "*fp32", "limit": "fp32"}
-        fixed: dict[str, Any] = {
-            "H": _HIDDEN,
-            "INNER": _INNER,
-            "PACKED": packed,
-            "FORMAT": FORMATS[fmt],
-            "PDL": True,
-            **cut,
-        }
-        names = [name for name in kernel.arg_names if name not in fixed]
-        result.append(
-            Variant(
-                op,
-                kernel,
-                {name: signature[name] for name in names},
-                fixed,
-                cut["KS"] * cut["RS"],
-                1,
-                maxnreg=tile.constants["REGISTERS"] or None,
-                weights_per_product=16 * 16,
-            )
-        )
-    return result
+def _variant(op: str, fmt: str, tile: Tile) -> Variant:
+    kernel, rows, channels = (up_kernel, 2 * _INNER, _HIDDEN) if op == UP else (down_kernel, _HIDDEN, _INNER)
+    cut = fit(tile, rows=rows, channels=channels, packed=4)
+    signature = dict.fromkeys(kernel.arg_names, "*i32")
+    signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "part_ptr": "*fp32", "weight_ptr": "*fp32"}
+    signature |= {"scales_ptr": "*i16", "factors_ptr": "*fp32", "limit": "fp32"}
+    fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True, **cut}
+    return Variant(
+        op,
+        kernel,
+        {name: signature[name] for name in kernel.arg_names if name not in fixed},
+        fixed,
+        cut["KS"] * cut["RS"],
+        1,
+        maxnreg=tile.constants["REGISTERS"] or None,
+        weight_columns=8 * max(1, cut["NB"]),
+    )

@@ -1,9 +1,9 @@
 """The Triton kernels of moe_decode.py: grouped products of packed expert weights with few tokens each.
 
-Every warp works alone: it takes 16 R rows of one expert and a share of its channels, reads packed weights (layout:
-expert_weights.py) straight into the registers in which the tensor cores want their left operand, unpacks them there,
-and multiplies with 8 tokens or more as the narrow right operand, read the same way. No shared memory, no barrier, until
-the shares of the channels are summed.
+A warp reads packed weights (layout: expert_weights.py) straight into the registers in which the tensor cores want their
+left operand and unpacks them there; tokens are the narrow right operand. Where an expert has up to 8 tokens, or 16, a
+warp works alone, on 16 R rows and a share of the channels, and reads the tokens into registers, too: no shared memory,
+no barrier, until the shares are summed. Where it has more, warps take different rows and share the tokens.
 
 A word of 4 bytes becomes 4 registers of two f16: nine bit operations, since the code's bits were put where one shift
 serves four weights. A code's three magnitude bits in the low exponent and top mantissa bits of f16 are its value times
@@ -12,7 +12,8 @@ f16. NVFP4: the scale times 2^7, the missing 2^7 goes onto the sum. MXFP4: the s
 times 2^14; the largest is the expert's factor.
 
 The order of channels inside a product is free as long as both operands agree: lane t of a quad holds channels 16 t to
-16 t + 15 of each 64, so that it needs one scale for each of its two rows and reads activations in 16-byte pieces.
+16 t + 15 of each 64, so that it needs one scale for each of its two rows. Activations are stored so that it reads them
+in 16-byte pieces, the quad's side by side (expert_weights.to_pieces).
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -83,7 +84,8 @@ def _load_weights(
 ):  # fmt: skip
     """Return words [4, 8, W, R, S, 4] and scales [4, 8, W, R, S] of each warp's rows at its step, step + 1, ...
 
-    STEPS: of 64 channels in all.   PACKED: steps whose scales lie together.
+    Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows.   STEPS: of 64 channels in all.   PACKED: steps whose
+    scales lie together.
     """
     W: tl.constexpr = KS * RS
     # Dimensions in the order in which the compiler hands them out: lanes, warps, then registers, the last one excepted.
@@ -93,7 +95,7 @@ def _load_weights(
     r = tl.arange(0, R)[None, None, None, :, None, None]
     s = tl.arange(0, S)[None, None, None, None, :, None]
     c = tl.arange(0, 4)[None, None, None, None, None, :]
-    tile = row_tile + (w % RS) * R + r
+    tile = row_tile + r * RS + w % RS
     at = tile * STEPS + step + (w // RS) * (STEPS // KS) + s
     words = tl.load(codes_ptr + (at * 128 + g * 16 + t * 4 + c), mask=wanted, cache_modifier=".cg")
     t = tl.arange(0, 4)[:, None, None, None, None]
@@ -101,13 +103,16 @@ def _load_weights(
     w = tl.arange(0, W)[None, None, :, None, None]
     r = tl.arange(0, R)[None, None, None, :, None]
     s = tl.arange(0, S)[None, None, None, None, :]
-    tile = row_tile + (w % RS) * R + r
+    tile = row_tile + r * RS + w % RS
     first = step + (w // RS) * (STEPS // KS)
     at = tile * (STEPS // PACKED) + first // PACKED
     lane = at * 32 + g * 4 + t if FORMAT == NVFP4 else at * 16 + g * 2 + t // 2
     place = lane * PACKED + s
     if S < PACKED:
-        place += tl.multiple_of(first % PACKED, (S, S, S, S, S))
+        rest = first % PACKED
+        if W > 1:  # else it is folded into something that takes no hint
+            rest = tl.multiple_of(rest, (S, S, S, S, S))
+        place += rest
     return words, tl.load(scales_ptr + place, mask=wanted, cache_modifier=".cg")
 
 
@@ -124,10 +129,22 @@ def _load_tokens(
     i = tl.arange(0, 8)[None, None, None, None, None, None, :]
     row = row[None, :, None, :, None, None, None]
     live = live[None, :, None, :, None, None, None]
-    channel = (step + (w // RS) * (K // 64 // KS) + s) * 64 + t * 16 + half * 8 + i
+    channel = (step + (w // RS) * (K // 64 // KS) + s) * 64 + half * 32 + t * 8 + i
     x = tl.load(x_ptr + (row * K + channel), mask=live, other=0.0)
     x = tl.reshape(x, (4, 8, W, NB, S, 2, 2, 2, 2))
     return tl.reshape(tl.permute(x, (2, 4, 5, 6, 7, 0, 8, 3, 1)), (W, 64 * S, 8 * NB))
+
+
+@triton.jit
+def _load_shared(x_ptr, row, live, step, K: tl.constexpr, S: tl.constexpr, NB: tl.constexpr):
+    """Return channels of rows [8, NB] of x at step, step + 1, ...: [4, 8, NB, S, 2, 8] f16, spread over all warps."""
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    s = tl.arange(0, S)[None, None, None, :, None, None]
+    half = tl.arange(0, 2)[None, None, None, None, :, None]
+    i = tl.arange(0, 8)[None, None, None, None, None, :]
+    channel = (step + s) * 64 + half * 32 + t * 8 + i
+    at = x_ptr + (row[None, :, :, None, None, None] * K + channel)
+    return tl.load(at, mask=live[None, :, :, None, None, None], other=0.0)
 
 
 @triton.jit
@@ -141,7 +158,7 @@ def _unpack_plain(words, low, high, S: tl.constexpr, R: tl.constexpr, W: tl.cons
     bits = tl.where(kk == 0, (byte & 0x8E) << 8, ((byte & 0x01) << 15) | ((byte & 0x70) << 5))
     factor = tl.reshape(tl.join(low, high), (4, 8, W, R, S, 1, 1, 1, 2, 1))
     value = bits.to(tl.int16).to(tl.float16, bitcast=True) * factor
-    return tl.reshape(tl.permute(value, (2, 3, 8, 1, 4, 5, 6, 9, 0, 7)), (W, 16 * R, 64 * S))
+    return tl.permute(value, (2, 3, 8, 1, 4, 5, 6, 9, 0, 7))
 
 
 @triton.jit
@@ -175,7 +192,7 @@ def _factors(scales, tops, FORMAT: tl.constexpr):
 def _unpack(
     words, scales, tops, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Return the left operand [W, 16 R, 64 S] f16 of words and scales as _load_weights gives them."""
+    """Return f16 [warp, tile, half, g, then the channels of a product in order] of what _load_weights gives."""
     low, high = _factors(scales, tops, FORMAT)
     if _PLAIN:
         w = _unpack_plain(words, low, high, S, R, W)
@@ -192,20 +209,28 @@ def _unpack(
         a = tl.join(tl.join(a0, a1), tl.join(a2, a3))
         b = tl.join(tl.join(b0, b1), tl.join(b2, b3))
         w = tl.reshape(tl.join(a, b), (4, 8, W, R, S, 2, 2, 2, 2, 2))
-        w = keep(tl.reshape(tl.permute(w, (2, 3, 7, 1, 4, 5, 9, 8, 0, 6)), (W, 16 * R, 64 * S)))
+        w = tl.permute(w, (2, 3, 7, 1, 4, 5, 9, 8, 0, 6))
     return w
 
 
 @triton.jit
 def _product(
-    codes_ptr, scales_ptr, words, scales, tops, x_ptr, row, live, row_tile,
+    weights, x_ptr, gather_ptr, edges, row_tile,
     K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr,
-    NB: tl.constexpr, FORMAT: tl.constexpr,
+    NB: tl.constexpr, FORMAT: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return [RS R, 16, 8 NB] float32: rows of an expert times rows [8, NB] of x. words, scales: of the first step."""
+    """Return [RS, R, 16, 8 NB] float32: rows of an expert times routed rows of x.
+
+    weights: codes, scales and top exponents of the expert.   edges: the first routed row, and one beyond the last.
+    gather_ptr: the row of x of each routed row, None if it is the same.   WAIT: for the kernel before, once the first
+    weights are on their way.
+    """
+    codes_ptr, scales_ptr, tops = weights[0], weights[1], weights[2]
     W: tl.constexpr = KS * RS
     STEPS: tl.constexpr = K // 64
     SHARE: tl.constexpr = STEPS // KS
+    words, scales = _load_weights(codes_ptr, scales_ptr, row_tile, 0, True, STEPS, PACKED, S, R, KS, RS, FORMAT)
+    row, live = _rows(edges, gather_ptr, NB, WAIT)
     total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
     for step in range(0, SHARE, S):
         next_words, next_scales = words, scales
@@ -214,11 +239,53 @@ def _product(
                 codes_ptr, scales_ptr, row_tile, step + S, step + S < SHARE, STEPS, PACKED, S, R, KS, RS, FORMAT
             )  # fmt: skip
         x = _load_tokens(x_ptr, row, live, step, K, S, NB, KS, RS)
-        total = tl.dot(_unpack(words, scales, tops, S, R, W, FORMAT), x, total)
+        w = tl.reshape(_unpack(words, scales, tops, S, R, W, FORMAT), (W, 16 * R, 64 * S))
+        total = tl.dot(keep(w), x, total)
         words, scales = next_words, next_scales
     if KS > 1:
         total = tl.sum(tl.reshape(total, (KS, RS, 16 * R, 8 * NB)), 0)
-    return tl.reshape(total, (RS * R, 16, 8 * NB))
+    return tl.reshape(total, (RS, R, 16, 8 * NB))
+
+
+@triton.jit
+def _product_shared(
+    weights, x_ptr, gather_ptr, edges, row_tile,
+    K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, NB: tl.constexpr,
+    FORMAT: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows and all channels."""
+    codes_ptr, scales_ptr, tops = weights[0], weights[1], weights[2]
+    STEPS: tl.constexpr = K // 64
+    words, scales = _load_weights(codes_ptr, scales_ptr, row_tile, 0, True, STEPS, PACKED, S, R, 1, W, FORMAT)
+    row, live = _rows(edges, gather_ptr, NB, WAIT)
+    x = _load_shared(x_ptr, row, live, 0, K, S, NB)
+    total = tl.zeros((16 * R * W, 8 * NB), tl.float32)
+    for step in range(0, STEPS, S):
+        next_words, next_scales, next_x = words, scales, x
+        if STEPS > S:
+            next_words, next_scales = _load_weights(
+                codes_ptr, scales_ptr, row_tile, step + S, step + S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT
+            )  # fmt: skip
+            next_x = _load_shared(x_ptr, row, live, tl.minimum(step + S, STEPS - S), K, S, NB)
+        w = tl.permute(_unpack(words, scales, tops, S, R, W, FORMAT), (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
+        right = tl.permute(tl.reshape(x, (4, 8, NB, S, 2, 2, 2, 2)), (3, 4, 5, 6, 0, 7, 2, 1))
+        right = tl.reshape(right, (64 * S, 8 * NB))
+        total = tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), right, total)
+        words, scales, x = next_words, next_scales, next_x
+    return tl.reshape(total, (R, W, 16, 8 * NB))
+
+
+@triton.jit
+def _rows(edges, gather_ptr, NB: tl.constexpr, WAIT: tl.constexpr):
+    """Return rows [8, NB] of the activations of routed rows from the first edge on, and which are before the second."""
+    at = edges[0] + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
+    live = at < edges[1]
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # costs nothing the second time
+    row = at
+    if gather_ptr is not None:
+        row = tl.load(gather_ptr + at, mask=live, other=0)
+    return row, live
 
 
 @triton.jit
@@ -228,146 +295,154 @@ def _top(factor, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _hide(
-    hidden_ptr, codes_ptr, scales_ptr, words, scales, gate_factor, up_factor, x_ptr, token_ptr, weight_ptr,
-    start, end, row_tile, limit,
-    H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """Write weight * silu(gate) * up of 8 RS R channels of routed rows start to end, at most 8 NB."""
-    at = start + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
-    live = at < end
-    token = tl.load(token_ptr + at, mask=live, other=0)
-    tops = (_top(gate_factor, FORMAT), _top(up_factor, FORMAT))
-    total = _product(
-        codes_ptr, scales_ptr, words, scales, tops, x_ptr, token, live, row_tile,
-        H, PACKED, S, R, KS, RS, NB, FORMAT,
-    )  # fmt: skip
-    total = tl.reshape(total, (RS * R, 2, 8, 8 * NB))
-    gate, up = tl.split(tl.permute(total, (0, 2, 3, 1)))
-    lift: tl.constexpr = _NVFP4_LIFT if FORMAT == NVFP4 else 1.0
-    gate, up = gate * (gate_factor * lift), up * (up_factor * lift)
+def _hide(out, total, weights, edges, tile, COLUMNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
+    """Write h of routed rows from start, N at most, from total [A, B, 16, N]: tiles of 8 rows of w1 and 8 of w3."""
+    hidden_ptr, weight_ptr, limit = out
+    gate, up = tl.split(tl.permute(tl.reshape(total, (A, B, 2, 8, N)), (0, 1, 3, 4, 2)))
+    gate, up = gate * weights[3], up * weights[4]
     # Comparisons and not tl.minimum: NaN stays NaN.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    column = start + tl.arange(0, 8 * NB)
-    is_row = column < end
-    weight = tl.load(weight_ptr + column, mask=is_row, other=0.0)
-    hidden = to_f16(gate / (1.0 + tl.exp(-gate)) * up * weight[None, None, :])
-    channel = (row_tile + tl.arange(0, RS * R)[:, None]) * 8 + tl.arange(0, 8)[None, :]
-    to = hidden_ptr + column.to(tl.int64)[None, None, :] * INNER + channel[:, :, None]
-    tl.store(to, hidden, mask=is_row[None, None, :])
+    row = edges[0] + tl.arange(0, N)
+    live = row < edges[1]
+    weight = tl.load(weight_ptr + row, mask=live, other=0.0)
+    hidden = to_f16(gate / (1.0 + tl.exp(-gate)) * up * weight[None, None, None, :])
+    # A tile's 8 channels are one piece of the order that _load_tokens reads: see expert_weights.to_pieces.
+    piece = tile // 8 * 8 + tile % 2 * 4 + tile // 2 % 4
+    channel = piece[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    to = hidden_ptr + row.to(tl.int64)[None, None, None, :] * COLUMNS + channel[:, :, :, None]
+    tl.store(to, hidden, mask=live[None, None, None, :])
+
+
+@triton.jit
+def _give(out, total, weights, edges, tile, COLUMNS: tl.constexpr, N: tl.constexpr):
+    """Write h W2^T of routed rows from start, N at most, from total [.., .., 16, N]."""
+    row = edges[0] + tl.arange(0, N)
+    channel = tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    to = out[0] + row.to(tl.int64)[None, None, None, :] * COLUMNS + channel[:, :, :, None]
+    tl.store(to, total * weights[3], mask=(row < edges[1])[None, None, None, :])
+
+
+@triton.jit
+def _few(
+    out, weights, x_ptr, gather_ptr, edges, row_tile,
+    K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
+    RS: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """R RS tiles from row_tile on for routed rows between edges, 8 NB at a time."""
+    tile = row_tile + tl.arange(0, RS)[:, None] + tl.arange(0, R)[None, :] * RS
+    for start in range(edges[0], edges[1], 8 * NB):
+        part = (start, edges[1])
+        total = _product(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, KS, RS, NB, FORMAT, WAIT)
+        if UP:
+            _hide(out, total, weights, part, tile, COLUMNS, RS, R, 8 * NB)
+        else:
+            _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
+
+
+@triton.jit
+def _many(
+    out, weights, x_ptr, gather_ptr, edges, row_tile,
+    K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    NB: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """As _few, R W tiles with shared tokens."""
+    tile = row_tile + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    for start in range(edges[0], edges[1], 8 * NB):
+        part = (start, edges[1])
+        total = _product_shared(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, W, NB, FORMAT, WAIT)
+        if UP:
+            _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB)
+        else:
+            _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
+
+
+@triton.jit
+def _take(
+    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, gather_ptr, active_ptr,
+    ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr,
+    UP: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Do one item: R RS tiles, of ROWS / 16, of one expert, for all of its routed rows.
+
+    NB > 0: of the experts with many rows, 8 NB of them at once. Else of the others: 16 at once, PAIR_S steps at a time,
+    if there are more than 8; PAIR_S 0: no expert has that many.
+    """
+    BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
+    number, many = tl.load(active_ptr), tl.load(active_ptr + 1)
+    item = tl.program_id(0)
+    if NB == 0:
+        item += many * BLOCKS
+        last = number * BLOCKS
+    else:
+        last = many * BLOCKS
+    if item < last:
+        entry = active_ptr + 4 + (item // BLOCKS) * 4
+        expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        row_tile = (item % BLOCKS) * (R * RS)
+        codes = codes_ptr + expert.to(tl.int64) * (ROWS * K // 8)
+        scaled = scales_ptr + expert.to(tl.int64) * (ROWS * K // (32 if FORMAT == NVFP4 else 64))
+        low = tl.load(factors_ptr + expert * (2 if UP else 1))
+        high = tl.load(factors_ptr + expert * 2 + 1) if UP else low
+        LIFT: tl.constexpr = _NVFP4_LIFT if FORMAT == NVFP4 else 1.0
+        weights = (codes, scaled, (_top(low, FORMAT), _top(high, FORMAT)), low * LIFT, high * LIFT)
+        edges = (first, first + count)
+        if NB > 0:
+            _many(
+                out, weights, x_ptr, gather_ptr, edges, row_tile,
+                K, COLUMNS, PACKED, S, R, RS, NB, FORMAT, UP, WAIT,
+            )  # fmt: skip
+        elif PAIR_S == 0:  # noqa: SIM114 - two branches, so that the compiler never sees the third
+            _few(
+                out, weights, x_ptr, gather_ptr, edges, row_tile,
+                K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
+            )  # fmt: skip
+        elif count <= 8:
+            _few(
+                out, weights, x_ptr, gather_ptr, edges, row_tile,
+                K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
+            )  # fmt: skip
+        else:
+            _few(
+                out, weights, x_ptr, gather_ptr, edges, row_tile,
+                K, COLUMNS, PACKED, PAIR_S, R, KS, RS, 2, FORMAT, UP, WAIT,
+            )  # fmt: skip
 
 
 @triton.jit
 def up_kernel(
     hidden_ptr, x_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, WIDE: tl.constexpr, WIDE_S: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for every routed row r, f16.
-
-    A program takes items of a list, expert by expert, each 8 RS R channels of an expert for all of its rows. WIDE: rows
-    taken at once, in eights, where an expert has more than 8; 0 if none can.   active_ptr: as moe_routing.py writes it.
-    """
+    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16, in pieces."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    BLOCKS: tl.constexpr = 2 * INNER // (16 * R * RS)
-    STEPS: tl.constexpr = H // 64
-    GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
-    items = tl.load(active_ptr) * BLOCKS
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        entry = active_ptr + 4 + (item // BLOCKS) * 4
-        expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        row_tile = (item % BLOCKS) * (R * RS)
-        codes = codes_ptr + expert.to(tl.int64) * (2 * INNER * H // 8)
-        scaled = scales_ptr + expert.to(tl.int64) * (2 * INNER * H // (2 * GROUP))
-        gate_factor, up_factor = tl.load(factors_ptr + expert * 2), tl.load(factors_ptr + expert * 2 + 1)
-        end = first + count
-        if count <= 8 or WIDE == 0:
-            for start in range(first, end, 8):
-                words, scales = _load_weights(codes, scaled, row_tile, 0, True, STEPS, PACKED, S, R, KS, RS, FORMAT)
-                _hide(
-                    hidden_ptr, codes, scaled, words, scales, gate_factor, up_factor, x_ptr, token_ptr, weight_ptr,
-                    start, end, row_tile, limit, H, INNER, PACKED, S, R, KS, RS, 1, FORMAT,
-                )  # fmt: skip
-        else:
-            for start in range(first, end, 8 * WIDE):
-                words, scales = _load_weights(
-                    codes, scaled, row_tile, 0, True, STEPS, PACKED, WIDE_S, R, KS, RS, FORMAT
-                )  # fmt: skip
-                _hide(
-                    hidden_ptr, codes, scaled, words, scales, gate_factor, up_factor, x_ptr, token_ptr, weight_ptr,
-                    start, end, row_tile, limit, H, INNER, PACKED, WIDE_S, R, KS, RS, WIDE, FORMAT,
-                )  # fmt: skip
-
-
-@triton.jit
-def _give(
-    part_ptr, codes_ptr, scales_ptr, words, scales, factor, hidden_ptr, start, end, row_tile,
-    H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """Write 16 RS R channels of what routed rows start to end, at most 8 NB, add to their tokens."""
-    row = start + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
-    tops = (_top(factor, FORMAT), _top(factor, FORMAT))
-    total = _product(
-        codes_ptr, scales_ptr, words, scales, tops, hidden_ptr, row, row < end, row_tile,
-        INNER, PACKED, S, R, KS, RS, NB, FORMAT,
+    _take(
+        (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, token_ptr, active_ptr,
+        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, True, False,
     )  # fmt: skip
-    total *= factor * (_NVFP4_LIFT if FORMAT == NVFP4 else 1.0)
-    column = start + tl.arange(0, 8 * NB)
-    channel = (row_tile + tl.arange(0, RS * R)[:, None]) * 16 + tl.arange(0, 16)[None, :]
-    to = part_ptr + column.to(tl.int64)[None, None, :] * H + channel[:, :, None]
-    tl.store(to, total.to(part_ptr.dtype.element_ty), mask=(column < end)[None, None, :])
 
 
 @triton.jit
 def down_kernel(
     part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, WIDE: tl.constexpr, WIDE_S: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """part[r] = hidden[r] W2^T for every routed row r. Items as in up_kernel, each 16 RS R channels.
+    """part[r] = hidden[r] W2^T for routed rows r, float32.
 
-    The list is older than up_kernel, which waited for it before this kernel could be launched: it is read, and the
-    first weights are, before up_kernel has ended.
+    The list of items is older than up_kernel, which waited for it before this kernel could be launched: it is read,
+    and the first weights are, before up_kernel has ended.
     """
-    BLOCKS: tl.constexpr = H // (16 * R * RS)
-    STEPS: tl.constexpr = INNER // 64
-    GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    items = tl.load(active_ptr) * BLOCKS
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        entry = active_ptr + 4 + (item // BLOCKS) * 4
-        expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        row_tile = (item % BLOCKS) * (R * RS)
-        codes = codes_ptr + expert.to(tl.int64) * (H * INNER // 8)
-        scaled = scales_ptr + expert.to(tl.int64) * (H * INNER // (2 * GROUP))
-        factor = tl.load(factors_ptr + expert)
-        end = first + count
-        if count <= 8 or WIDE == 0:
-            for start in range(first, end, 8):
-                words, scales = _load_weights(codes, scaled, row_tile, 0, True, STEPS, PACKED, S, R, KS, RS, FORMAT)
-                if PDL:
-                    tl.extra.cuda.gdc_wait()  # costs nothing the second time
-                _give(
-                    part_ptr, codes, scaled, words, scales, factor, hidden_ptr, start, end, row_tile,
-                    H, INNER, PACKED, S, R, KS, RS, 1, FORMAT,
-                )  # fmt: skip
-        else:
-            for start in range(first, end, 8 * WIDE):
-                words, scales = _load_weights(
-                    codes, scaled, row_tile, 0, True, STEPS, PACKED, WIDE_S, R, KS, RS, FORMAT
-                )  # fmt: skip
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                _give(
-                    part_ptr, codes, scaled, words, scales, factor, hidden_ptr, start, end, row_tile,
-                    H, INNER, PACKED, WIDE_S, R, KS, RS, WIDE, FORMAT,
-                )  # fmt: skip
+    _take(
+        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, None, active_ptr,
+        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, False, PDL,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()  # whoever waits for this kernel relies on all that came before
 

@@ -188,7 +188,7 @@ def _report(variant: Variant, arch: str, log: str, sass: str, shared: int, secon
         wide=sum(n for opcode, n in opcodes.items() if re.match(r"(LDG|LDGSTS)\b.*\.128\b", opcode)),
         loop=len(loop),
         per_byte=round(lanes / variant.bytes_per_program, 2) if variant.bytes_per_program else None,
-        per_weight=_per_weight(code, variant.weights_per_product) if variant.weights_per_product else None,
+        per_weight=_per_weight(code, variant.weight_columns) if variant.weight_columns else None,
         seconds=round(seconds, 2),
     )
     report = dataclasses.replace(report, resident=_resident(report, variant.num_warps))
@@ -215,18 +215,20 @@ def _longest_loop(code: list[tuple[int, str, str]]) -> list[str]:
     return max(with_tensor or loops, key=len, default=[])
 
 
-def _per_weight(code: list[tuple[int, str, str]], weights: int) -> float | None:
-    """Return lane instructions per weight where a tensor instruction multiplies `weights` with the fewest columns.
+def _per_weight(code: list[tuple[int, str, str]], columns: int) -> float | None:
+    """Return lane instructions per weight of the innermost loop that takes the most.
 
-    More columns need more tensor instructions for the same weights, and less of everything else for each of them.
+    A warp's HMMA multiplies 16 x 16 weights with 8 columns, its share of an HGMMA as many with all `columns`. A loop
+    for more columns than `columns` has more HMMA for each weight, so that it counts for less and another is reported.
     """
     loops = _loops(code)
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     costs = []
     for body in (_body(code, loop) for loop in inner):
-        products = sum(bool(_TENSOR.match(name)) for name in body)
-        if products:
-            costs.append(32 * len(body) / (weights * products))
+        wide = sum(name.startswith("HGMMA") for name in body)
+        narrow = sum(bool(_TENSOR.match(name)) for name in body) - wide
+        if wide or narrow:
+            costs.append(32 * len(body) / (16 * 16 * (wide + narrow * 8 / columns)))
     return round(max(costs), 2) if costs else None
 
 

@@ -37,8 +37,8 @@ class Variant:
     (of one pass of its loop if that is all the loop body does), for instructions per byte; None: not reported.
     unaligned: integer and pointer arguments that are not multiples of 16; the JIT marks all others so at run time.
     ones: integer arguments that are always 1, which the JIT turns into constants.
-    maxnreg: register limit per thread, if the launch sets one.   weights_per_product: packed weights that one tensor
-    instruction multiplies with as few columns as it can, for instructions per weight; None: not reported.
+    maxnreg: register limit per thread, if the launch sets one.   weight_columns: if the left
+    operand is packed weights, the fewest columns that they are multiplied with, for instructions per weight.
     """
 
     op: str
@@ -52,7 +52,7 @@ class Variant:
     unaligned: Sequence[str] = ()
     ones: Sequence[str] = ()
     maxnreg: int | None = None
-    weights_per_product: int | None = None
+    weight_columns: int | None = None
 
 
 def _attention(
@@ -82,20 +82,10 @@ def _attention(
 
 
 def _experts(
-    r: int,
-    *,
-    ks: int = 1,
-    rs: int = 1,
-    s: int = 4,
-    wide: int = 0,
-    wide_s: int = 1,
-    resident: int = 0,
-    registers: int = 0,
-    **upto: int,
+    r: int, *, ks: int = 1, rs: int = 1, s: int = 4, pair_s: int = 0, nb: int = 0, registers: int = 0, **upto: int
 ) -> Tile:
     """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
-    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "WIDE": wide, "WIDE_S": wide_s}
-    constants |= {"RESIDENT": resident, "REGISTERS": registers}
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "REGISTERS": registers}
     return Tile(constants, num_warps=ks * rs, num_stages=1, upto=upto)
 
 
@@ -121,20 +111,30 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "moe_up": {
         "sm_120": (
-            _experts(1, ks=4, s=2, tokens=1),
-            _experts(2, ks=4, tokens=8),
-            _experts(2, ks=4, wide=2, wide_s=2),
+            _experts(1, ks=4, registers=96, tokens=1),
+            _experts(1, ks=2, registers=96, tokens=8),
+            _experts(1, ks=2, pair_s=2, registers=96),
         ),
         "sm_90": (
-            _experts(1, ks=4, s=2, tokens=1),
-            _experts(2, ks=4, tokens=8),
-            _experts(2, ks=4, wide=2, wide_s=2),
+            _experts(1, ks=4, registers=80, tokens=1),
+            _experts(1, ks=2, registers=96, tokens=8),
+            _experts(1, ks=2, pair_s=2, registers=96),
         ),
     },
+    "moe_up_many": {"sm_120": (_experts(1, rs=4, s=2, nb=8),), "sm_90": (_experts(1, rs=4, s=2, nb=8),)},
     "moe_down": {
-        "sm_120": (_experts(2, rs=4, tokens=8), _experts(2, rs=4, wide=2, wide_s=2)),
-        "sm_90": (_experts(2, rs=4, tokens=8), _experts(2, rs=4, wide=2, wide_s=2)),
+        "sm_120": (
+            _experts(1, ks=2, rs=2, registers=80, tokens=8),
+            _experts(1, rs=4, pair_s=2, registers=96, tokens=16),
+            _experts(4, rs=4, s=2, pair_s=2),
+        ),
+        "sm_90": (
+            _experts(1, ks=2, rs=2, registers=80, tokens=8),
+            _experts(1, rs=4, pair_s=2, registers=80, tokens=16),
+            _experts(4, rs=4, s=2, pair_s=2),
+        ),
     },
+    "moe_down_many": {"sm_120": (_experts(1, rs=4, s=2, nb=8),), "sm_90": (_experts(1, rs=4, s=2, nb=8),)},
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),
         "sm_90": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernels.moe_decode as decode
-from kernels.tiles import Tile, tile_for
+import kernels.moe_routing as routing
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
 
@@ -23,7 +23,10 @@ def _cases():
 
 
 cases = _cases()
-make_case = cases.make_case
+make_case, tile = cases.make_case, cases.make_tile
+
+
+plain_tiles = decode.tiles_for
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +40,11 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(decode.torch, "empty", empty)
 
 
-def tile(r=1, ks=1, rs=1, s=1, wide=0, wide_s=1, resident=0):
-    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "WIDE": wide, "WIDE_S": wide_s, "RESIDENT": resident}
-    constants["REGISTERS"] = 0
-    return Tile(constants, num_warps=ks * rs)
-
-
 @pytest.fixture(autouse=True)
 def one_program_an_expert(monkeypatch):
     """A program costs tens of milliseconds here: where it does not matter, one takes all rows of an expert."""
-    monkeypatch.setattr(decode, "tile_for", lambda op, arch, **shape: tile(r=4, rs=2, wide=2))
+    few, many = tile(r=4, rs=2, pair_s=1), tile(r=4, rs=2, nb=2)
+    monkeypatch.setattr(decode, "tiles_for", lambda op, arch, tokens: (few, many) if tokens > routing.MANY else (few,))
 
 
 @pytest.mark.parametrize("formats", [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "nvfp4")], ids="-".join)
@@ -55,9 +53,9 @@ def test_every_format_and_a_mixture_equal_the_reference(formats):
 
 
 def test_the_table_has_tiles_for_every_shape(monkeypatch):
-    monkeypatch.setattr(decode, "tile_for", tile_for)
-    assert make_case(2).fault() == ""
-    assert make_case(12, same=True, top_k=1).fault() == ""
+    monkeypatch.setattr(decode, "tiles_for", plain_tiles)
+    for tokens in (1, 2, 9, 17):
+        assert make_case(tokens, same=True, experts=2, top_k=1).fault() == ""
 
 
 @pytest.mark.parametrize(("tokens", "by_table"), [(1, False), (4, True), (11, False), (18, True)])
@@ -66,8 +64,10 @@ def test_routing_of_any_number_of_tokens(tokens, by_table):
     assert cases.routing_fault(case.route(), case.expect_routing()) == ""
 
 
-def test_routing_of_more_rows_than_are_placed_at_once():
-    case = make_case(90, experts=40, top_k=6)
+def test_routing_of_more_rows_than_are_placed_at_once(monkeypatch):
+    plain = routing._constants
+    monkeypatch.setattr(routing, "_constants", lambda *sizes: plain(*sizes) | {"BLOCK_R": 16})
+    case = make_case(9, experts=40, top_k=6)
     assert cases.routing_fault(case.route(), case.expect_routing()) == ""
 
 
@@ -103,16 +103,17 @@ def test_bias_chooses_but_does_not_weigh():
     assert torch.allclose(got.weights, torch.tensor([[0.375, 1.125]]))
 
 
-@pytest.mark.parametrize("wide", [0, 2])
-def test_all_tokens_on_the_same_experts(wide):
-    """19 rows an expert: more than are taken at once, and a last share that is not full."""
-    case = make_case(19, same=True)
-    assert case.fault(tiles=(tile(r=4, rs=2, wide=wide), tile(r=4, wide=wide))) == ""
+@pytest.mark.parametrize("tokens", [8, 9, 16, 17])
+def test_any_number_of_rows_of_an_expert(tokens):
+    """8 or 16 are taken at once; 17 leave a last share of one."""
+    assert make_case(tokens, same=True, experts=2, top_k=1).fault() == ""
 
 
 def test_an_expert_with_many_rows_beside_experts_with_one():
-    case = make_case(12, bias=False)
-    case.scores[:, 5] += 10.0
+    """The list has that expert first, and the others need another kernel."""
+    case = make_case(17, bias=False, experts=4)
+    case.scores[:, 2] += 10.0
+    assert case.route().active[[1, 4]].tolist() == [1, 2]
     assert case.fault() == ""
 
 
@@ -133,27 +134,27 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
 
 
 @pytest.mark.parametrize(
-    "tiles",
+    ("tokens", "first", "last"),
     [
-        (tile(ks=4, s=2, rs=2, r=2), tile(r=2, rs=8)),
-        (tile(r=4, ks=2, rs=2, s=4), tile(r=4, ks=2, rs=4)),
-        (tile(r=4, ks=8, s=1, resident=1), tile(r=4, rs=2, s=2, resident=1)),
-        (tile(r=4, rs=2, ks=1, s=4, wide=2, wide_s=2), tile(r=8, ks=2, rs=2, wide=2)),
+        (2, tile(ks=4, s=2, rs=2, r=2), tile(r=2, rs=8)),
+        (2, tile(r=4, ks=2, rs=2, s=4), tile(r=4, ks=2, rs=4)),
+        (2, tile(r=4, ks=8), tile(r=4, rs=2, s=2)),
+        (9, tile(r=4, rs=2, s=4, pair_s=2), tile(r=8, ks=2, rs=2, pair_s=1)),
+        (17, tile(r=2, rs=4, s=4, nb=4), tile(r=4, rs=4, s=1, nb=1)),
     ],
-    ids=lambda pair: "-".join(str(list(one.constants.values())) for one in pair),
+    ids=lambda x: str(list(x.constants.values())) if hasattr(x, "constants") else str(x),
 )
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_every_way_to_cut_equals_the_reference(fmt, tiles, monkeypatch):
-    monkeypatch.setattr(decode, "sm_count", lambda device: 3)  # programs take several items where they are resident
-    case = make_case(9 if tiles[0].constants["WIDE"] else 2, hidden=512, inner=128, experts=2, formats=(fmt, fmt))
+def test_every_way_to_cut_equals_the_reference(fmt, tokens, first, last):
+    case = make_case(tokens, hidden=512, inner=128, experts=2, top_k=2 - tokens // 17, formats=(fmt, fmt))
     case.x[1] *= 0.01
-    assert case.fault(tiles=tiles) == ""
+    assert case.fault(tiles=([first], [last])) == ""
 
 
 def test_sums_do_not_depend_on_the_cut_of_rows():
     case = make_case(1, hidden=128)
-    one = case.run(tiles=(tile(r=4), tile(r=2)))
-    assert torch.equal(one, case.run(tiles=(tile(rs=8), tile(r=2, rs=4))))
+    one = case.run(tiles=([tile(r=4)], [tile(r=2)]))
+    assert torch.equal(one, case.run(tiles=([tile(rs=8)], [tile(r=2, rs=4)])))
 
 
 def test_padding_tokens_get_zeros_or_what_is_added():

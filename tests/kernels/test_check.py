@@ -107,11 +107,12 @@ def test_too_much_shared_memory_is_refused():
 
 
 def test_too_many_instructions_for_a_packed_weight_are_refused():
-    (report,) = gate.check([(dataclasses.replace(PRODUCT, weights_per_product=16 * 16), "sm_120")], cache=None)
-    products = sum(report.tensor.values())
+    tile = dataclasses.replace(PRODUCT, constants={"M": 64, "N": 64, "K": 32})
+    (report,) = gate.check([(dataclasses.replace(tile, weight_columns=64), "sm_120")], cache=None)
+    products = sum(report.tensor.values()) / 8  # of 16 x 16 with 64 columns
     assert report.per_weight == pytest.approx(report.loop * 32 / 256 / products, abs=0.01)
-    said = faults(dataclasses.replace(PRODUCT, weights_per_product=4))
-    assert "instructions a weight: at most 10.1, or issue limits the loop" in said
+    limit = dataclasses.replace(tile, weight_columns=64 * 20)
+    assert "instructions a weight: at most 10.1, or issue limits the loop" in faults(limit)
 
 
 def test_one_byte_loads_of_an_unaligned_pointer_are_counted():

@@ -45,7 +45,19 @@ def test_rows_are_sorted_by_expert_then_token_and_padding_has_none():
     assert routed.place.tolist() == [[3, 2], [0, 4], [5, 1], [-1, -1]]
     assert routed.token.tolist() == [1, 2, 0, 0, 1, 2]
     assert routed.active[:16].tolist() == [3, 0, 0, 0, 0, 0, 2, 0, 2, 2, 1, 0, 5, 3, 3, 0]
-    assert bool((routed.weights[3] == 0).all())
+
+
+def test_experts_with_many_rows_are_listed_first():
+    case = make_case(20, bias=False, experts=4)
+    case.scores.copy_((torch.eye(4) + 0.01)[[0] * 19 + [1]] + torch.tensor([0.0, 0.0, 0.0, 0.9]))
+    assert case.route().active[:16].tolist() == [3, 2, 0, 0, 0, 0, 19, 0, 3, 20, 20, 0, 1, 19, 1, 0]
+
+
+def test_padding_has_no_weight():
+    case = make_case(1, padding=1)
+    routed = case.route()
+    assert bool((routed.weights[1] == 0).all())
+    assert routed.ids[1].tolist() == [-1, -1]
 
 
 def test_no_tokens_at_all():
