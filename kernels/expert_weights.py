@@ -180,6 +180,15 @@ def from_pieces(x: Tensor) -> Tensor:
     return _split(x, -1, x.shape[-1] // 64, 2, 4, 8).transpose(-2, -3).reshape(x.shape)
 
 
+def to_products(x: Tensor) -> Tensor:
+    """Return x [..., K] in the order in which a product takes channels, for warps that share activations.
+
+    Channel 64 n + 16 t + 8 h + 2 i + j comes to 64 n + 32 h + 8 i + 2 t + j.
+    """
+    x = _split(x, -1, x.shape[-1] // 64, 4, 2, 4, 2)
+    return x.movedim(-4, -2).flatten(-5)
+
+
 def _repeat(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
 

@@ -88,52 +88,57 @@ def experts_decode(
     parts = last_product(routing, between, w2, tiles=last)
     pdl, launch = _pdl(routing.x.device)
     sum_kernel[(tokens, -(-hidden // _SUM_BLOCK))](
-        out, parts, routing.place, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl, num_warps=4, num_stages=1,
+        out, parts, routing.ids, routing.rank, routing.first, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl, num_warps=4, num_stages=1,
         **launch,
     )  # fmt: skip
     return out
 
 
 def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tiles: Sequence[Tile]) -> Tensor:
-    """Return h [N, I] f16 in pieces, rows in routing's order; those beyond its last row are not written.
+    """Return h [N, I] f16, rows in routing's order; those beyond its last row are not written.
 
-    tiles: of the experts with few rows, and of those with many if there can be any.
+    tiles: of the experts with many rows if there can be any, and then of those with few. A row's channels are in the
+    order of to_products if its expert has many, else of to_pieces.
     """
-    rows, inner = routing.token.shape[0], w13.rows // 2
-    between = torch.empty((rows, inner), dtype=torch.float16, device=routing.x.device)
-    given = (between, routing.x, w13.codes, w13.scales, w13.factors, routing.token, routing.weight, routing.active)
-    for tile in tiles:
-        _launch(up_kernel, (*given, limit), w13, tile, rows=rows, sizes={"H": w13.channels, "INNER": inner})
+    inner = w13.rows // 2
+    between = torch.empty((routing.rows, inner), dtype=torch.float16, device=routing.x.device)
+    sizes = {"H": w13.channels, "INNER": inner}
+    for i, tile in enumerate(tiles):
+        x = routing.x_many if tile.constants["NB"] else routing.x
+        given = (between, x, w13.codes, w13.scales, w13.factors, routing.token, routing.weight, routing.active)
+        _launch(up_kernel, (*given, routing.rows, limit), w13, tile, rows=routing.rows, sizes=sizes, SECOND=i > 0)
     return between
 
 
 def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tiles: Sequence[Tile]) -> Tensor:
     """Return h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
-    rows = routing.token.shape[0]
-    parts = torch.empty((rows, w2.rows), dtype=torch.float32, device=routing.x.device)
+    parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
     given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
-    for tile in tiles:
-        _launch(down_kernel, given, w2, tile, rows=rows, sizes={"H": w2.rows, "INNER": w2.channels})
+    sizes = {"H": w2.rows, "INNER": w2.channels}
+    for i, tile in enumerate(tiles):
+        order = {"FIRST": i < len(tiles) - 1, "SECOND": i > 0}
+        _launch(down_kernel, given, w2, tile, rows=routing.rows, sizes=sizes, **order)
     return parts
 
 
 def _launch(
-    kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, sizes: dict[str, int]
-) -> None:
+    kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, sizes: dict[str, int],
+    **order: bool,
+) -> None:  # fmt: skip
     cut = fit(tile, rows=weights.rows, channels=weights.channels, packed=weights.packed_steps)
     most = rows // (MANY + 1) if cut["NB"] else min(weights.experts, rows)  # experts that can have such rows
     pdl, launch = _pdl(weights.codes.device)
     limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
     kernel[(max(1, most * (weights.rows // (16 * cut["R"] * cut["RS"]))),)](
-        *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **sizes, **cut,
-        num_warps=cut["KS"] * cut["RS"], num_stages=1, **limit, **launch,
+        *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **sizes, **cut, **order,
+        num_warps=cut["KS"] * cut["RS"], num_stages=tile.num_stages, **limit, **launch,
     )  # fmt: skip
 
 
 def tiles_for(op: str, arch: str, tokens: int) -> tuple[Tile, ...]:
-    """Return the table's tiles for experts with few rows and, if there can be any, for those with many."""
+    """Return the table's tiles for experts with many rows, if there can be any, and for those with few."""
     few = tile_for(op, arch, tokens=tokens)
-    return (few, tile_for(f"{op}_many", arch)) if tokens > MANY else (few,)
+    return (tile_for(f"{op}_many", arch), few) if tokens > MANY else (few,)
 
 
 def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
@@ -159,7 +164,7 @@ def fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]:
 
 
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
-_TOKENS = (1, 8, 16, 64)
+_TOKENS = (1, 8, 16, 128, 256)
 _HIDDEN, _INNER = 4096, 512
 _SUMS: list[tuple[str, str | None]] = [("*fp32", None), ("*fp32", "*fp32"), ("*bf16", "*bf16")]
 
@@ -168,32 +173,37 @@ def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate."""
     found: dict[str, Variant] = {}
     for op in (UP, DOWN):
-        for tile in {id(tile): tile for tokens in _TOKENS for tile in tiles_for(op, arch, tokens)}.values():
-            for fmt in FORMATS:
-                variant = _variant(op, fmt, tile)
-                found.setdefault(repr((op, variant.constants, variant.maxnreg)), variant)
+        for tiles in (tiles_for(op, arch, tokens) for tokens in _TOKENS):
+            for i, tile in enumerate(tiles):
+                order = {"SECOND": i > 0} | ({"FIRST": i < len(tiles) - 1} if op == DOWN else {})
+                for fmt in FORMATS:
+                    variant = _variant(op, fmt, tile, order)
+                    found.setdefault(repr((op, variant.constants, variant.maxnreg)), variant)
     for out, add in _SUMS:
-        signature = {"out_ptr": out, "part_ptr": "*fp32", "place_ptr": "*i32"} | ({"add_ptr": add} if add else {})
+        signature = {"out_ptr": out, "part_ptr": "*fp32", "ids_ptr": "*i32", "rank_ptr": "*i32", "first_ptr": "*i32"}
+        signature |= {"add_ptr": add} if add else {}
         fixed: dict[str, Any] = {"H": _HIDDEN, "TOP_K": 6, "BLOCK": _SUM_BLOCK, "PDL": True}
         fixed |= {} if add else {"add_ptr": None}
         found[f"sum {out} {add}"] = Variant(SUM, sum_kernel, signature, fixed, 4, 1, tensor_ops=())
     return list(found.values())
 
 
-def _variant(op: str, fmt: str, tile: Tile) -> Variant:
+def _variant(op: str, fmt: str, tile: Tile, order: dict[str, bool]) -> Variant:
     kernel, rows, channels = (up_kernel, 2 * _INNER, _HIDDEN) if op == UP else (down_kernel, _HIDDEN, _INNER)
     cut = fit(tile, rows=rows, channels=channels, packed=4)
     signature = dict.fromkeys(kernel.arg_names, "*i32")
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "part_ptr": "*fp32", "weight_ptr": "*fp32"}
-    signature |= {"scales_ptr": "*i16", "factors_ptr": "*fp32", "limit": "fp32"}
-    fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True, **cut}
+    signature |= {"scales_ptr": "*i16", "factors_ptr": "*fp32", "limit": "fp32", "capacity": "i32"}
+    fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True}
+    fixed |= cut | order
     return Variant(
         op,
         kernel,
         {name: signature[name] for name in kernel.arg_names if name not in fixed},
         fixed,
         cut["KS"] * cut["RS"],
-        1,
+        tile.num_stages,
         maxnreg=tile.constants["REGISTERS"] or None,
         weight_columns=8 * max(1, cut["NB"]),
+        unaligned=("capacity",) if op == UP else (),
     )

@@ -1,8 +1,8 @@
 """The Triton kernel of moe_routing.py: what it computes and the arrays it writes are described there.
 
 A token is one warp's work. Experts are counted with atomic additions, which also give each row its rank within its
-expert; the last program to finish turns counts into places. So the order of an expert's rows, which nothing depends on,
-may differ from run to run: a row's sums do not depend on the rows beside it.
+expert; the last program to finish lists the experts that have rows. So the order of an expert's rows, which nothing
+depends on, may differ from run to run: a row's sums do not depend on the rows beside it.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -48,9 +48,12 @@ def _list(active_ptr, e, count, first, MANY: tl.constexpr):
     """Write the list of active experts: those with more than MANY rows, then the others, each by number."""
     is_many = (count > MANY).to(tl.int32)
     is_few = (count > 0).to(tl.int32) - is_many
-    many = tl.sum(is_many, 0)
-    rank = tl.where(is_many > 0, tl.cumsum(is_many, 0) - is_many, many + tl.cumsum(is_few, 0) - is_few)
-    tl.store(active_ptr, many + tl.sum(is_few, 0))
+    both = is_many + (is_few << 16)  # one sum over lanes instead of two
+    before = tl.cumsum(both, 0) - both
+    total = tl.sum(both, 0)
+    many = total & 0xFFFF
+    rank = tl.where(is_many > 0, before & 0xFFFF, many + (before >> 16))
+    tl.store(active_ptr, many + (total >> 16))
     tl.store(active_ptr + 1, many)
     entry = active_ptr + 4 + 4 * rank
     tl.store(entry, e, mask=count > 0)
@@ -60,20 +63,19 @@ def _list(active_ptr, e, count, first, MANY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "size"])
 def route_kernel(
-    scores_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr, place_ptr, token_ptr,
-    weight_ptr, active_ptr, counter_ptr, x_ptr, half_ptr, tokens, size, scaling,
+    scores_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr, rank_ptr, token_ptr,
+    weight_ptr, first_ptr, active_ptr, counter_ptr, x_ptr, few_ptr, many_ptr, tokens, size, scaling,
     E: tl.constexpr, TOP_K: tl.constexpr, RAW: tl.constexpr, MANY: tl.constexpr, PDL: tl.constexpr,
-    CONVERTED: tl.constexpr, BLOCK_R: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    CONVERTED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Program t routes token t; programs beyond convert CONVERTED activations each.
 
-    counter_ptr: zeros, PADDED + 1 of them, and PADDED more of any content; zeros again in the end.   BLOCK_R: rows
-    placed at once.
+    counter_ptr: PADDED + 1 zeros; zeros again in the end.
     """
     e, k = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     token = tl.program_id(0)
     if token >= tokens:
-        # 64 channels to pieces: see expert_weights.to_pieces.
+        # 64 channels: see expert_weights.to_pieces and to_products.
         n = (token - tokens) * (CONVERTED // 64) + tl.arange(0, CONVERTED // 64)[:, None, None, None]
         t = tl.arange(0, 4)[None, :, None, None]
         half = tl.arange(0, 2)[None, None, :, None]
@@ -82,8 +84,10 @@ def route_kernel(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         inside = n * 64 + (t * 16 + half * 8 + i) < size
-        x = tl.load(x_ptr + (n * 64 + t * 16 + half * 8 + i), mask=inside, other=0.0).to(tl.float32)
-        tl.store(half_ptr + (n * 64 + half * 32 + t * 8 + i), to_f16(x), mask=inside)
+        x = to_f16(tl.load(x_ptr + (n * 64 + t * 16 + half * 8 + i), mask=inside, other=0.0).to(tl.float32))
+        tl.store(few_ptr + (n * 64 + half * 32 + t * 8 + i), x, mask=inside)
+        if many_ptr is not None:
+            tl.store(many_ptr + (n * 64 + half * 32 + i // 2 * 8 + t * 2 + i % 2), x, mask=inside)
     else:
         # Written before the step began, so not waited for.
         is_real = 1
@@ -109,32 +113,22 @@ def route_kernel(
             exists = (found >= 0) & (found < E)
             is_wrong = tl.max(tl.where(exists, 0, 1), 0)
             chosen = tl.where(exists, found, 0).to(tl.int32)
+        rank = tl.atomic_add(counter_ptr + chosen, 1, mask=is_choice, sem="relaxed")
         a = tl.where(is_choice, _activate(tl.load(scores + chosen, mask=is_choice, other=0.0), RAW), 0.0)
         weight = a / tl.sum(a, 0) * scaling
         weight = tl.where(is_wrong > 0, float("nan"), weight)
         at = token * TOP_K + k
         tl.store(ids_ptr + at, tl.where(is_choice, chosen, -1), mask=k < TOP_K)
         tl.store(weights_ptr + at, tl.where(is_choice, weight, 0.0), mask=k < TOP_K)
-        rank = tl.atomic_add(counter_ptr + chosen, 1, mask=is_choice, sem="relaxed")
-        tl.store(place_ptr + at, tl.where(is_choice, rank, -1), mask=k < TOP_K)
-        tl.debug_barrier()  # all lanes have stored before one counts; the count releases that and acquires others'
+        tl.store(rank_ptr + at, tl.where(is_choice, rank, -1), mask=k < TOP_K)
+        row = chosen.to(tl.int64) * (tokens * TOP_K) + rank
+        tl.store(token_ptr + row, token + k * 0, mask=is_choice)
+        tl.store(weight_ptr + row, weight, mask=is_choice)
+        tl.debug_barrier()  # all lanes have counted before one says so; that releases theirs and acquires others'
         if tl.atomic_add(counter_ptr + PADDED, 1, sem="acq_rel", scope="gpu") == tokens - 1:
             count = tl.load(counter_ptr + e, cache_modifier=".cg")
             tl.store(counter_ptr + e, 0)  # for the next call
             tl.store(counter_ptr + PADDED, 0)
             first = tl.cumsum(count, 0) - count
-            firsts = counter_ptr + PADDED + 4
-            tl.store(firsts + e, first)
+            tl.store(first_ptr + e, first, mask=e < E)
             _list(active_ptr, e, count, first, MANY)
-            tl.debug_barrier()  # firsts are read by other lanes
-            rows = tokens * TOP_K
-            for start in range(0, rows, BLOCK_R):
-                i = start + tl.arange(0, BLOCK_R)
-                expert = tl.load(ids_ptr + i, mask=i < rows, other=-1, cache_modifier=".cg")
-                place = tl.load(place_ptr + i, mask=i < rows, other=-1, cache_modifier=".cg")
-                has_row = expert >= 0
-                of_row = tl.load(weights_ptr + i, mask=has_row, other=0.0, cache_modifier=".cg")
-                place += tl.load(firsts + expert, mask=has_row, other=0, cache_modifier=".cg")
-                tl.store(place_ptr + i, place, mask=i < rows)
-                tl.store(token_ptr + place, i // TOP_K, mask=has_row)
-                tl.store(weight_ptr + place, of_row, mask=has_row)

@@ -1,11 +1,11 @@
 """Routing of a decode step on the GPU: scores -> experts and weights of each token -> rows in the experts' order.
 
     a = sqrt(softplus(score)) if asked for, else the score;  experts, weights: as in moe.py
-    row r of the order: choices sorted by expert; padding tokens have none
+    row first[expert] + rank of the order: choices sorted by expert; padding tokens have none
 
-One launch: a program for each token, the last of which to finish sorts, and others that turn activations into f16 for
-the products. All outputs have sizes that depend on the number of tokens alone, so a graph can be replayed. `active`
-lists the experts that have rows, those with more than MANY of them first:
+One launch: a program for each token, the last of which to finish lists the experts, and others that turn activations
+into f16 for the products. All outputs have sizes that depend on the number of tokens alone, so a graph can be replayed.
+`active` lists the experts that have rows, those with more than MANY of them first:
 
     active[0]: how many;   active[1]: how many with more than MANY rows (0 for so few tokens, MANY or less)
     active[4 + 4 i ...]: expert, its first row, its number of rows, 0
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import next_power_of_2
 
-from kernels.expert_weights import to_pieces
+from kernels.expert_weights import to_pieces, to_products
 from kernels.moe import route
 from kernels.moe_route_triton import route_kernel
 from kernels.tiles import Variant
@@ -39,20 +39,28 @@ _CONVERTED = 1024  # activations of a program
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where each token goes: T tokens, k experts each, N = T k rows at most.
+    """Where each token goes: T tokens, k experts each of E, N = T k rows at most.
 
-    ids [T, k] int32, -1 for padding; weights [T, k] float32; place [T, k] int32: the row of each choice, -1 for none.
-    token [N] int32, weight [N] float32: of each row.   active [4 + 4 min(E, N)] int32.
-    x [T, H] f16, in the order of expert_weights.to_pieces.
+    ids [T, k] int32, -1 for padding; weights [T, k] float32; rank [T, k] int32: of a choice among its expert's, -1 for
+    none. token [E, N] int32, weight [E, N] float32: of each expert's rows by rank; the rest is not written.
+    first [E] int32: an expert's first row of all.   active [4 + 4 min(E, N)] int32.
+    x, x_many [T, H] f16, in the order of expert_weights.to_pieces, and of to_products; None for MANY tokens or less.
     """
 
     ids: Tensor
     weights: Tensor
-    place: Tensor
+    rank: Tensor
     token: Tensor
     weight: Tensor
+    first: Tensor
     active: Tensor
     x: Tensor
+    x_many: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return int(self.token.shape[1])
 
 
 def route_tokens_reference(
@@ -80,11 +88,17 @@ def route_tokens_reference(
     real = torch.ones(tokens, dtype=torch.bool, device=x.device) if sequence is None else sequence >= 0
     key = torch.where(real[:, None], ids, experts).flatten()
     order = key.argsort(stable=True)
-    count = int(real.sum()) * top_k
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=x.device)
-    counts = torch.bincount(key, minlength=experts + 1)[:experts]
+    counts = torch.bincount(key, minlength=experts + 1)
     first = counts.cumsum(0) - counts
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=x.device) - first[key[order]]
+    counts, first = counts[:experts], first[:experts]
+    taken = real.repeat_interleave(top_k)
+    row = (key * order.numel() + rank)[taken]
+    token = torch.zeros(experts * order.numel(), dtype=torch.int32, device=x.device)
+    token[row] = (torch.arange(order.numel(), device=x.device) // top_k)[taken].to(torch.int32)
+    weight = torch.zeros(experts * order.numel(), device=x.device)
+    weight[row] = weights.flatten()[taken]
     used = counts.nonzero().flatten()
     many = counts[used] > (MANY if tokens > MANY else tokens * top_k)
     used = torch.cat([used[many], used[~many]])
@@ -92,14 +106,17 @@ def route_tokens_reference(
     active[0], active[1] = used.numel(), int(many.sum())
     entries = torch.stack([used, first[used], counts[used], torch.zeros_like(used)], 1)
     active[4 : 4 + 4 * used.numel()] = entries.flatten().to(torch.int32)
+    half = x.to(torch.float16)
     return Routing(
         ids.masked_fill(~real[:, None], -1).to(torch.int32),
         weights.masked_fill(~real[:, None], 0.0),
-        place.view(tokens, top_k).masked_fill(~real[:, None], -1).to(torch.int32),
-        (order[:count] // top_k).to(torch.int32),
-        weights.flatten()[order[:count]],
+        rank.view(tokens, top_k).masked_fill(~real[:, None], -1).to(torch.int32),
+        token.view(experts, -1),
+        weight.view(experts, -1),
+        first.to(torch.int32),
         active,
-        to_pieces(x.to(torch.float16)),
+        to_pieces(half),
+        to_products(half) if tokens > MANY else None,
     )
 
 
@@ -119,8 +136,7 @@ def route_tokens(
 
     is_raw: the scores are the gate's products; sqrt(softplus) is still to be taken.   bias [E] float32: chooses only.
     table [V, k] int64 with token_ids [T] int64: experts by token id.   sequence [T] int32: -1 marks padding.
-    Rows of `token` and `weight` beyond the last are not written. Equal scores go to the lower expert. Calls on one
-    device must not overlap: they share counters.
+    Equal scores go to the lower expert. Calls on one device must not overlap: they share counters.
     """
     tokens, experts = scores.shape
     _check(x, scores, top_k, bias, table, token_ids, sequence)
@@ -134,10 +150,11 @@ def route_tokens(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    f32 = torch.float32
+    f16, f32 = torch.float16, torch.float32
     out = Routing(
-        empty(tokens, top_k), empty(tokens, top_k, dtype=f32), empty(tokens, top_k), empty(rows),
-        empty(rows, dtype=f32), empty(4 + 4 * min(experts, rows)), empty(tokens, hidden, dtype=torch.float16),
+        empty(tokens, top_k), empty(tokens, top_k, dtype=f32), empty(tokens, top_k), empty(experts, rows),
+        empty(experts, rows, dtype=f32), empty(experts), empty(4 + 4 * min(experts, rows)),
+        empty(tokens, hidden, dtype=f16), empty(tokens, hidden, dtype=f16) if tokens > MANY else None,
     )  # fmt: skip
     if not tokens:
         out.active.zero_()
@@ -146,8 +163,8 @@ def route_tokens(
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     constants = _constants(tokens, experts, top_k)
     route_kernel[(tokens + -(-tokens * hidden // _CONVERTED),)](
-        scores, bias, table, token_ids, sequence, out.ids, out.weights, out.place, out.token, out.weight, out.active,
-        _counters(x.device, experts), x, out.x, tokens, tokens * hidden, scaling,
+        scores, bias, table, token_ids, sequence, out.ids, out.weights, out.rank, out.token, out.weight, out.first,
+        out.active, _counters(x.device, experts), x, out.x, out.x_many, tokens, tokens * hidden, scaling,
         RAW=is_raw, PDL=pdl, **constants, num_warps=1, num_stages=1, **launch,
     )  # fmt: skip
     return out
@@ -160,7 +177,6 @@ def _constants(tokens: int, experts: int, top_k: int) -> dict[str, int]:
         "TOP_K": top_k,
         "MANY": MANY if tokens > MANY else MAX_TOKENS * top_k,
         "CONVERTED": _CONVERTED,
-        "BLOCK_R": 128 if tokens <= MANY else 512,
         "WIDTH": int(next_power_of_2(top_k)),
         "PADDED": int(next_power_of_2(experts)),
     }
@@ -171,7 +187,7 @@ def _counters(device: torch.device, experts: int) -> Tensor:
     """Return counters that are zero between calls: the last program to count puts them back."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("first call of route_tokens inside a graph capture: call it once before")
-    return torch.zeros(2 * int(next_power_of_2(experts)) + 4, dtype=torch.int32, device=device)
+    return torch.zeros(int(next_power_of_2(experts)) + 1, dtype=torch.int32, device=device)
 
 
 def _check(
@@ -211,8 +227,9 @@ def variants(arch: str) -> list[Variant]:
 def _variant(tokens: int, *, by_table: bool, padded: bool) -> Variant:
     signature = dict.fromkeys(route_kernel.arg_names, "*i32") | {"tokens": "i32", "size": "i32", "scaling": "fp32"}
     signature |= dict.fromkeys(("scores_ptr", "bias_ptr", "weights_ptr", "weight_ptr"), "*fp32")
-    signature |= {"table_ptr": "*i64", "token_ids_ptr": "*i64", "x_ptr": "*bf16", "half_ptr": "*fp16"}
+    signature |= {"table_ptr": "*i64", "token_ids_ptr": "*i64", "x_ptr": "*bf16", "few_ptr": "*fp16", "many_ptr": "*fp16"}
     absent = ["bias_ptr"] if by_table else ["table_ptr", "token_ids_ptr"]
+    absent += [] if tokens > MANY else ["many_ptr"]
     absent += [] if padded else ["sequence_ptr"]
     fixed: dict[str, Any] = dict.fromkeys(absent) | _constants(tokens, 256, 6) | {"RAW": False, "PDL": True}
     signature = {name: kind for name, kind in signature.items() if name not in fixed}

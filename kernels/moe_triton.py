@@ -3,7 +3,8 @@
 A warp reads packed weights (layout: expert_weights.py) straight into the registers in which the tensor cores want their
 left operand and unpacks them there; tokens are the narrow right operand. Where an expert has up to 8 tokens, or 16, a
 warp works alone, on 16 R rows and a share of the channels, and reads the tokens into registers, too: no shared memory,
-no barrier, until the shares are summed. Where it has more, warps take different rows and share the tokens.
+no barrier, until the shares are summed. Where it has more, warps take different rows and share the tokens, which
+asynchronous copies bring into shared memory while weights are on their way, AHEAD steps before they are wanted.
 
 A word of 4 bytes becomes 4 registers of two f16: nine bit operations, since the code's bits were put where one shift
 serves four weights. A code's three magnitude bits in the low exponent and top mantissa bits of f16 are its value times
@@ -13,7 +14,7 @@ times 2^14; the largest is the expert's factor.
 
 The order of channels inside a product is free as long as both operands agree: lane t of a quad holds channels 16 t to
 16 t + 15 of each 64, so that it needs one scale for each of its two rows. Activations are stored so that it reads them
-in 16-byte pieces, the quad's side by side (expert_weights.to_pieces).
+in 16-byte pieces, the quad's side by side (expert_weights.to_pieces), or in the product's order (to_products).
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -136,18 +137,6 @@ def _load_tokens(
 
 
 @triton.jit
-def _load_shared(x_ptr, row, live, step, K: tl.constexpr, S: tl.constexpr, NB: tl.constexpr):
-    """Return channels of rows [8, NB] of x at step, step + 1, ...: [4, 8, NB, S, 2, 8] f16, spread over all warps."""
-    t = tl.arange(0, 4)[:, None, None, None, None, None]
-    s = tl.arange(0, S)[None, None, None, :, None, None]
-    half = tl.arange(0, 2)[None, None, None, None, :, None]
-    i = tl.arange(0, 8)[None, None, None, None, None, :]
-    channel = (step + s) * 64 + half * 32 + t * 8 + i
-    at = x_ptr + (row[None, :, :, None, None, None] * K + channel)
-    return tl.load(at, mask=live[None, :, :, None, None, None], other=0.0)
-
-
-@triton.jit
 def _unpack_plain(words, low, high, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """Return what _unpack does, without inline assembly: for the interpreter."""
     word = tl.reshape(words, (4, 8, W, R, S, 2, 2, 1, 1, 1))
@@ -248,30 +237,48 @@ def _product(
 
 
 @triton.jit
+def _same(x):
+    """Return x, int16 or int32, as another value: Triton pipelines no loop that hands a value on as it came."""
+    if not _PLAIN:
+        if x.dtype == tl.int16:
+            x = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], dtype=tl.int16, is_pure=True, pack=1)
+        else:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
 def _product_shared(
     weights, x_ptr, gather_ptr, edges, row_tile,
     K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, NB: tl.constexpr,
     FORMAT: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows and all channels."""
+    """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows and all channels; x is in its order."""
     codes_ptr, scales_ptr, tops = weights[0], weights[1], weights[2]
     STEPS: tl.constexpr = K // 64
-    words, scales = _load_weights(codes_ptr, scales_ptr, row_tile, 0, True, STEPS, PACKED, S, R, 1, W, FORMAT)
-    row, live = _rows(edges, gather_ptr, NB, WAIT)
-    x = _load_shared(x_ptr, row, live, 0, K, S, NB)
+    words0, scales0 = _load_weights(codes_ptr, scales_ptr, row_tile, 0, True, STEPS, PACKED, S, R, 1, W, FORMAT)
+    words1, scales1 = _load_weights(codes_ptr, scales_ptr, row_tile, S, S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT)
+    words2, scales2 = _load_weights(
+        codes_ptr, scales_ptr, row_tile, 2 * S, 2 * S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT
+    )
+    at = edges[0] + tl.arange(0, 8 * NB)
+    live = at < edges[1]
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+    row = at
+    if gather_ptr is not None:
+        row = tl.load(gather_ptr + at, mask=live, other=0)
+    x_row = x_ptr + row * K
     total = tl.zeros((16 * R * W, 8 * NB), tl.float32)
     for step in range(0, STEPS, S):
-        next_words, next_scales, next_x = words, scales, x
-        if STEPS > S:
-            next_words, next_scales = _load_weights(
-                codes_ptr, scales_ptr, row_tile, step + S, step + S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT
-            )  # fmt: skip
-            next_x = _load_shared(x_ptr, row, live, tl.minimum(step + S, STEPS - S), K, S, NB)
+        words, scales = words0, scales0
+        words0, scales0, words1, scales1 = _same(words1), _same(scales1), _same(words2), _same(scales2)
+        words2, scales2 = _load_weights(
+            codes_ptr, scales_ptr, row_tile, step + 3 * S, step + 3 * S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT
+        )
+        x = tl.load(x_row[:, None] + (step * 64 + tl.arange(0, 64 * S))[None, :], mask=live[:, None], other=0.0)
         w = tl.permute(_unpack(words, scales, tops, S, R, W, FORMAT), (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
-        right = tl.permute(tl.reshape(x, (4, 8, NB, S, 2, 2, 2, 2)), (3, 4, 5, 6, 0, 7, 2, 1))
-        right = tl.reshape(right, (64 * S, 8 * NB))
-        total = tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), right, total)
-        words, scales, x = next_words, next_scales, next_x
+        total = tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), tl.trans(x), total)
     return tl.reshape(total, (R, W, 16, 8 * NB))
 
 
@@ -295,8 +302,14 @@ def _top(factor, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _hide(out, total, weights, edges, tile, COLUMNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
-    """Write h of routed rows from start, N at most, from total [A, B, 16, N]: tiles of 8 rows of w1 and 8 of w3."""
+def _hide(
+    out, total, weights, edges, tile,
+    COLUMNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """Write h of routed rows from start, N at most, from total [A, B, 16, N]: tiles of 8 rows of w1 and 8 of w3.
+
+    In the order in which the last product reads them: that of to_products where MANY, else of to_pieces.
+    """
     hidden_ptr, weight_ptr, limit = out
     gate, up = tl.split(tl.permute(tl.reshape(total, (A, B, 2, 8, N)), (0, 1, 3, 4, 2)))
     gate, up = gate * weights[3], up * weights[4]
@@ -307,9 +320,10 @@ def _hide(out, total, weights, edges, tile, COLUMNS: tl.constexpr, A: tl.constex
     live = row < edges[1]
     weight = tl.load(weight_ptr + row, mask=live, other=0.0)
     hidden = to_f16(gate / (1.0 + tl.exp(-gate)) * up * weight[None, None, None, :])
-    # A tile's 8 channels are one piece of the order that _load_tokens reads: see expert_weights.to_pieces.
-    piece = tile // 8 * 8 + tile % 2 * 4 + tile // 2 % 4
-    channel = piece[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    # A tile's 8 channels are those of a lane's half.
+    i = tl.arange(0, 8)[None, None, :]
+    first, t = (tile // 8 * 64 + tile % 2 * 32)[:, :, None], (tile // 2 % 4)[:, :, None]
+    channel = first + (i // 2 * 8 + t * 2 + i % 2 if MANY else t * 8 + i)
     to = hidden_ptr + row.to(tl.int64)[None, None, None, :] * COLUMNS + channel[:, :, :, None]
     tl.store(to, hidden, mask=live[None, None, None, :])
 
@@ -335,7 +349,7 @@ def _few(
         part = (start, edges[1])
         total = _product(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, KS, RS, NB, FORMAT, WAIT)
         if UP:
-            _hide(out, total, weights, part, tile, COLUMNS, RS, R, 8 * NB)
+            _hide(out, total, weights, part, tile, COLUMNS, RS, R, 8 * NB, False)
         else:
             _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
 
@@ -352,19 +366,21 @@ def _many(
         part = (start, edges[1])
         total = _product_shared(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, W, NB, FORMAT, WAIT)
         if UP:
-            _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB)
+            _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
         else:
             _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
 
 
 @triton.jit
 def _take(
-    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, gather_ptr, active_ptr,
+    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, gather_ptr, active_ptr, capacity,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr,
     UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Do one item: R RS tiles, of ROWS / 16, of one expert, for all of its routed rows.
+
+    capacity: of an expert's lists of what goes with its rows.
 
     NB > 0: of the experts with many rows, 8 NB of them at once. Else of the others: 16 at once, PAIR_S steps at a time,
     if there are more than 8; PAIR_S 0: no expert has that many.
@@ -388,6 +404,10 @@ def _take(
         LIFT: tl.constexpr = _NVFP4_LIFT if FORMAT == NVFP4 else 1.0
         weights = (codes, scaled, (_top(low, FORMAT), _top(high, FORMAT)), low * LIFT, high * LIFT)
         edges = (first, first + count)
+        if UP:
+            lists = expert.to(tl.int64) * capacity - first
+            gather_ptr += lists
+            out = (out[0], out[1] + lists, out[2])
         if NB > 0:
             _many(
                 out, weights, x_ptr, gather_ptr, edges, row_tile,
@@ -410,38 +430,49 @@ def _take(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def up_kernel(
-    hidden_ptr, x_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, limit,
+    hidden_ptr, x_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, capacity, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, SECOND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16, in pieces."""
+    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16.
+
+    SECOND: launched by another such kernel, which had waited for routing: only its end waits for that kernel.
+    """
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not SECOND:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _take(
-        (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, token_ptr, active_ptr,
+        (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, token_ptr, active_ptr, capacity,
         2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, True, False,
     )  # fmt: skip
+    if PDL and SECOND:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def down_kernel(
     part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """part[r] = hidden[r] W2^T for routed rows r, float32.
 
     The list of items is older than up_kernel, which waited for it before this kernel could be launched: it is read,
-    and the first weights are, before up_kernel has ended.
+    and the first weights are, before up_kernel has ended. FIRST: another such kernel follows, SECOND, which waits for
+    nothing but in the end: it must not be launched before up_kernel has ended.
     """
     if PDL:
+        if FIRST:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _take(
-        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, None, active_ptr,
-        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, False, PDL,
+        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, None, active_ptr, 0,
+        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, False, PDL and not SECOND,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()  # whoever waits for this kernel relies on all that came before
@@ -449,10 +480,13 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(
-    out_ptr, part_ptr, place_ptr, add_ptr,
+    out_ptr, part_ptr, ids_ptr, rank_ptr, first_ptr, add_ptr,
     H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = part[place[t, 0]] + part[place[t, 1]] + ..., in that order, and then add[t]. Grid (tokens, blocks)."""
+    """out[t] = part[row of t's first choice] + part[of its second] + ..., in that order, and then add[t].
+
+    Grid (tokens, blocks).
+    """
     token = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < H
@@ -461,9 +495,10 @@ def sum_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(place_ptr + token * TOP_K + k)
+        expert = tl.load(ids_ptr + token * TOP_K + k)
+        row = tl.load(first_ptr + expert, mask=expert >= 0, other=0) + tl.load(rank_ptr + token * TOP_K + k)
         at = part_ptr + row.to(tl.int64) * H + channel
-        total += tl.load(at, mask=channel < tl.where(row >= 0, H, 0), other=0.0).to(tl.float32)
+        total += tl.load(at, mask=channel < tl.where(expert >= 0, H, 0), other=0.0).to(tl.float32)
     if add_ptr is not None:
         total += tl.load(add_ptr + token.to(tl.int64) * H + channel, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * H + channel, total.to(out_ptr.dtype.element_ty), mask=inside)

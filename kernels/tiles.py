@@ -82,11 +82,20 @@ def _attention(
 
 
 def _experts(
-    r: int, *, ks: int = 1, rs: int = 1, s: int = 4, pair_s: int = 0, nb: int = 0, registers: int = 0, **upto: int
+    r: int,
+    *,
+    ks: int = 1,
+    rs: int = 1,
+    s: int = 4,
+    pair_s: int = 0,
+    nb: int = 0,
+    registers: int = 0,
+    stages: int = 1,
+    **upto: int,
 ) -> Tile:
     """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
     constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "REGISTERS": registers}
-    return Tile(constants, num_warps=ks * rs, num_stages=1, upto=upto)
+    return Tile(constants, num_warps=ks * rs, num_stages=stages, upto=upto)
 
 
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
@@ -111,30 +120,40 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "moe_up": {
         "sm_120": (
-            _experts(1, ks=4, registers=96, tokens=1),
+            _experts(1, ks=4, registers=88, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
-            _experts(1, ks=2, pair_s=2, registers=96),
+            _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
+            _experts(1, ks=2, rs=2, pair_s=2, registers=88, tokens=128),
+            _experts(2, rs=2, pair_s=2, registers=128),
         ),
         "sm_90": (
             _experts(1, ks=4, registers=80, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
-            _experts(1, ks=2, pair_s=2, registers=96),
+            _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
+            _experts(1, ks=2, rs=2, pair_s=2, registers=80, tokens=128),
+            _experts(2, rs=2, pair_s=2, registers=128),
         ),
     },
-    "moe_up_many": {"sm_120": (_experts(1, rs=4, s=2, nb=8),), "sm_90": (_experts(1, rs=4, s=2, nb=8),)},
+    "moe_up_many": {
+        "sm_120": (_experts(1, rs=4, s=2, nb=4, stages=3),),
+        "sm_90": (_experts(1, rs=4, s=2, nb=8, stages=3),),
+    },
     "moe_down": {
         "sm_120": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
-            _experts(1, rs=4, pair_s=2, registers=96, tokens=16),
-            _experts(4, rs=4, s=2, pair_s=2),
+            _experts(2, rs=4, s=2, pair_s=2, registers=104, tokens=16),
+            _experts(4, rs=2, s=2, pair_s=2, registers=144),
         ),
         "sm_90": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
-            _experts(1, rs=4, pair_s=2, registers=80, tokens=16),
-            _experts(4, rs=4, s=2, pair_s=2),
+            _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
+            _experts(4, rs=2, s=2, pair_s=2, registers=144),
         ),
     },
-    "moe_down_many": {"sm_120": (_experts(1, rs=4, s=2, nb=8),), "sm_90": (_experts(1, rs=4, s=2, nb=8),)},
+    "moe_down_many": {
+        "sm_120": (_experts(1, rs=4, s=2, nb=4, stages=3),),
+        "sm_90": (_experts(1, rs=4, s=2, nb=8, stages=3),),
+    },
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),
         "sm_90": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from kernels.expert_weights import ExpertWeights, dequantize_experts, pack_experts, to_pieces
+from kernels.expert_weights import ExpertWeights, dequantize_experts, pack_experts, to_pieces, to_products
 from kernels.moe_decode import experts_decode, experts_decode_reference, last_product
 from kernels.moe_routing import Routing, route_tokens, route_tokens_reference
 from kernels.tiles import Tile
@@ -58,32 +58,37 @@ class Case:
 
 def routing_fault(got: Routing, wanted: Routing) -> str:
     """Return how a routing differs from its reference, "" if not. The order of an expert's rows is free."""
-    rows, used = wanted.token.shape[0], 4 + 4 * int(wanted.active[0])
+    used = 4 + 4 * int(wanted.active[0])
     entries = [at for at in range(used) if at < 2 or (at >= 4 and at % 4 != 3)]
     if not torch.equal(got.ids, wanted.ids):
         return f"ids {got.ids.tolist()}, wanted {wanted.ids.tolist()}"[:400]
     if not torch.equal(got.active[entries], wanted.active[entries]):
         return f"active {got.active[entries].tolist()}, wanted {wanted.active[entries].tolist()}"[:400]
-    if not torch.equal(got.place < 0, wanted.place < 0):
-        return "padding has places, or tokens none"
-    place, chosen = got.place[got.place >= 0].long(), wanted.place[wanted.place >= 0].long()
-    if not torch.equal(place.sort().values, torch.arange(rows, device=place.device)):
-        return f"places {place.tolist()} are not {rows} rows"[:400]
-    expert = wanted.ids[wanted.ids >= 0]
-    if not torch.equal(torch.empty_like(expert).scatter_(0, place, expert), expert[chosen.argsort()]):
-        return f"places {place.tolist()} are not in the experts' order"[:400]
-    token = (wanted.place >= 0).nonzero()[:, 0].to(torch.int32)
-    if not torch.equal(got.token[:rows][place], token):
-        return f"token {got.token[:rows].tolist()} at places {place.tolist()}"[:400]
-    weights = got.weights[got.place >= 0]
-    if not torch.equal(got.weight[:rows][place].nan_to_num(-1), weights.nan_to_num(-1)):
+    if not torch.equal(got.first, wanted.first):
+        return f"first rows {got.first.tolist()}, wanted {wanted.first.tolist()}"[:400]
+    real = wanted.ids >= 0
+    if not torch.equal(got.rank >= 0, real):
+        return "padding has rows, or tokens none"
+    expert, rank, row = wanted.ids[real].long(), got.rank[real].long(), (wanted.first[wanted.ids] + got.rank)[real]
+    if not torch.equal(row.sort().values, torch.arange(row.numel(), device=row.device)):
+        return f"rows {row.tolist()} are not {row.numel()} rows"[:400]
+    token = real.nonzero()[:, 0].to(torch.int32)
+    if not torch.equal(got.token[expert, rank], token):
+        return f"tokens {got.token[expert, rank].tolist()} of rows, wanted {token.tolist()}"[:400]
+    weights = got.weights[real]
+    if not torch.equal(got.weight[expert, rank].nan_to_num(-1), weights.nan_to_num(-1)):
         return "weight of rows is not that of their choices"
     if not torch.allclose(got.weights, wanted.weights, rtol=1e-5, atol=1e-7, equal_nan=True):
         return f"weights off by {(got.weights - wanted.weights).abs().max():.2e}"
-    if not torch.equal(got.x.isnan(), wanted.x.isinf() | wanted.x.isnan()):
-        return "x is not NaN where it should be"
-    if not torch.equal(got.x.nan_to_num(), torch.where(wanted.x.isinf(), math.nan, wanted.x).nan_to_num()):
-        return "x is not x in f16"
+    if (got.x_many is None) != (wanted.x_many is None):
+        return "x for many rows where there are none, or not where there are"
+    for x, expected in ((got.x, wanted.x), (got.x_many, wanted.x_many)):
+        if x is None:
+            continue
+        if not torch.equal(x.isnan(), expected.isinf() | expected.isnan()):
+            return "x is not NaN where it should be"
+        if not torch.equal(x.nan_to_num(), torch.where(expected.isinf(), math.nan, expected).nan_to_num()):
+            return "x is not x in f16"
     return ""
 
 
@@ -164,15 +169,19 @@ def exactness_fault(device: str = "cpu") -> str:
     }
     rows = torch.arange(64, dtype=torch.int32, device=device)
     active = torch.tensor([1, 1, 0, 0, 0, 0, 64, 0], dtype=torch.int32, device=device)
-    between = to_pieces(torch.eye(64, dtype=torch.float16, device=device))
-    routing = Routing(rows[:, None], rows[:, None].float(), rows[:, None], rows, rows.float(), active, between)
+    ones = torch.eye(64, dtype=torch.float16, device=device)
+    column, lists = rows[:, None], rows[None]
+    routing = Routing(
+        column, column.float(), column, lists, lists.float(), rows[:1], active, to_pieces(ones), to_products(ones)
+    )
     designs = [make_tile(r=4, rs=2, nb=4), make_tile(r=4, rs=2), make_tile(r=2, rs=4, pair_s=1)]
     for fmt, scale in scales.items():
         factors = torch.ones(1, 1, device=device) if fmt == "nvfp4" else None
         packed = pack_experts(codes, scale.to(torch.uint8)[None], factors, format=fmt, parts=1, name="w")
         for tile in designs:
-            active[1] = int(tile.constants["NB"] > 0)
-            got = last_product(routing, between, packed, tiles=[tile]).T
+            is_many = tile.constants["NB"] > 0
+            active[1] = int(is_many)
+            got = last_product(routing, routing.x_many if is_many else routing.x, packed, tiles=[tile]).T
             wrong = (got != dequantize_experts(packed)[0]).nonzero()
             if wrong.numel():
                 at = tuple(wrong[0].tolist())
@@ -180,7 +189,7 @@ def exactness_fault(device: str = "cpu") -> str:
     return ""
 
 
-def make_tile(r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, registers=0) -> Tile:
+def make_tile(r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, registers=0, stages=1) -> Tile:
     """Return a tile; moe_decode.fit says what the constants mean."""
     constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "REGISTERS": registers}
-    return Tile(constants, num_warps=ks * rs)
+    return Tile(constants, num_warps=ks * rs, num_stages=stages)

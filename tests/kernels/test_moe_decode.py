@@ -37,13 +37,14 @@ def test_experts_equal_those_of_a_prefill(formats, same):
     assert (case.run() - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
-def test_rows_are_sorted_by_expert_then_token_and_padding_has_none():
+def test_rows_are_listed_by_expert_then_token_and_padding_has_none():
     case = make_case(3, bias=False, padding=1)
     case.scores.copy_(torch.eye(6)[[5, 0, 5, 0]] + torch.eye(6)[[2, 5, 0, 1]] * 0.5 + 0.01)
     routed = case.route()
     assert routed.ids.tolist() == [[5, 2], [0, 5], [5, 0], [-1, -1]]
-    assert routed.place.tolist() == [[3, 2], [0, 4], [5, 1], [-1, -1]]
-    assert routed.token.tolist() == [1, 2, 0, 0, 1, 2]
+    assert routed.rank.tolist() == [[0, 0], [0, 1], [2, 1], [-1, -1]]
+    assert routed.first.tolist() == [0, 2, 2, 3, 3, 3]
+    assert [routed.token[expert, :rows].tolist() for expert, rows in ((0, 2), (2, 1), (5, 3))] == [[1, 2], [0], [0, 1, 2]]
     assert routed.active[:16].tolist() == [3, 0, 0, 0, 0, 0, 2, 0, 2, 2, 1, 0, 5, 3, 3, 0]
 
 
