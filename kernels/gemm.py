@@ -1,7 +1,7 @@
 """Linear layers: y = x W^T with W [out, in] row-major.
 
 A weight is either float (bfloat16 or float32) or e4m3 with one float32 scale per 128x128 tile:
-`W[o, i] = code[o, i] * scale[o // 128, i // 128]`.
+`W[o, i] = code[o, i] * scale[o // 128, i // 128]`. gemm_decode.py has the kernels.
 """
 
 from __future__ import annotations
@@ -10,14 +10,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8
 
+BLOCK = 128
 
-def linear_reference(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """See linear."""
+
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    *,
+    offset: tuple[int, int] = (0, 0),
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Return rms(x, norm, eps) W^T, or x W^T without a norm, in x's dtype (float32 after a norm).
+
+    offset: row and column, below 128, at which the weight begins within its first tile: a slice may cut one.
+    """
+    if norm is not None:
+        x = rms_norm_reference(x, norm, eps)
     if scale is not None:
-        weight = dequantize_block_fp8(weight, scale).to(x.dtype)
+        weight = dequantize_slice(weight, scale, offset).to(x.dtype)
     return F.linear(x, weight)
+
+
+def dequantize_slice(weight: Tensor, scale: Tensor, offset: tuple[int, int]) -> Tensor:
+    """Return float32 of an e4m3 weight that begins `offset` rows and columns behind the first tile's corner."""
+    whole = F.pad(weight.view(torch.uint8), (offset[1], 0, offset[0], 0)).view(torch.float8_e4m3fn)
+    return dequantize_block_fp8(whole, scale)[offset[0] :, offset[1] :]
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:

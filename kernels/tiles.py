@@ -89,16 +89,64 @@ def _experts(
     s: int = 4,
     pair_s: int = 0,
     nb: int = 0,
+    split: int = 1,
     registers: int = 0,
     stages: int = 1,
     **upto: int,
 ) -> Tile:
     """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
-    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "REGISTERS": registers}
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "SPLIT": split}
+    constants["REGISTERS"] = registers
     return Tile(constants, num_warps=ks * rs, num_stages=stages, upto=upto)
 
 
+def _few(ks: int, *, rs: int = 1, r: int = 1, depth: int = 2, split: int = 4, registers: int = 0, **upto: int) -> Tile:
+    """A tile of a linear layer with few tokens; gemm_decode.fit_few says what the constants mean."""
+    constants = {"R": r, "KS": ks, "RS": rs, "DEPTH": depth, "MAX_SPLIT": split, "RESIDENT": 1, "REGISTERS": registers}
+    return Tile(constants, num_warps=ks * rs, num_stages=1, upto=upto)
+
+
+def _linear(
+    rows: int, columns: int, size: int = 128, *, warps: int = 4, stages: int = 4, split: int = 4, least: int = 4,
+    resident: int = 1, ahead: int = 1024, **upto: int,
+) -> Tile:  # fmt: skip
+    """A tile of a linear layer with many tokens: rows x columns (tokens), `size` bytes of a row at a time.
+
+    ahead: bytes of each row that are asked for before the wait.   The others: see gemm_decode.fit_many.
+    """
+    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": resident}
+    constants |= {"LEAST": least, "AHEAD": ahead}
+    return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
+
+
+def _sampling(
+    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 64, tile: int = 2048
+) -> Tile:
+    """A tile of sampling: blocks of R Q E tokens; GATHER groups, TILE tokens of a list at once.   scan, choose: warps."""
+    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "TILE": tile, "SMALL": 256, "STEP": 16, "WARPS": choose}
+    return Tile(constants, num_warps=scan)
+
+
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    # row_bytes: of a row of weights.   mib: of all weights.
+    "linear_few": {
+        "sm_120": (_few(4, row_bytes=1024), _few(8, row_bytes=2048), _few(16, row_bytes=4096), _few(16, depth=4)),
+        "sm_90": (_few(4, row_bytes=1024), _few(8, row_bytes=2048), _few(16, row_bytes=4096), _few(16, depth=4)),
+    },
+    "linear_many": {
+        "sm_120": (
+            _linear(64, 32, stages=3, tokens=32),
+            _linear(64, 64, stages=3, tokens=64, mib=15),
+            _linear(128, 64, warps=8, stages=3, tokens=64),
+            _linear(128, 128, warps=8, stages=2, split=1, ahead=0),
+        ),
+        "sm_90": (
+            _linear(64, 32, tokens=32),
+            _linear(64, 64, tokens=64, mib=15),
+            _linear(128, 64, warps=8, tokens=64),
+            _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
+        ),
+    },
     # row_bytes: of a row's values. Up to 512 all packed rows, bf16 of 256 channels, fp32 of 128; others take the last.
     "sparse_attention": {
         "sm_120": (
@@ -135,25 +183,30 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         ),
     },
     "moe_up_many": {
-        "sm_120": (_experts(1, rs=4, s=2, nb=4, stages=3),),
-        "sm_90": (_experts(1, rs=4, s=2, nb=8, stages=3),),
+        "sm_120": (_experts(1, rs=4, s=1, nb=4, split=4, stages=3),),
+        "sm_90": (_experts(1, rs=4, s=1, nb=8, split=4, stages=3),),
     },
     "moe_down": {
         "sm_120": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=104, tokens=16),
-            _experts(4, rs=2, s=2, pair_s=2, registers=144),
+            _experts(2, rs=4, s=4, pair_s=2, registers=112),
         ),
         "sm_90": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
-            _experts(4, rs=2, s=2, pair_s=2, registers=144),
+            _experts(2, rs=4, s=4, pair_s=2, registers=112),
         ),
     },
     "moe_down_many": {
-        "sm_120": (_experts(1, rs=4, s=2, nb=4, stages=3),),
-        "sm_90": (_experts(1, rs=4, s=2, nb=8, stages=3),),
+        "sm_120": (_experts(1, rs=4, s=1, nb=4, stages=3),),
+        "sm_90": (_experts(1, rs=4, s=1, nb=8, stages=3),),
     },
+    # W: warps, 16 channels each; the same for any number of tokens, or a token's sums would depend on it.
+    "hyper_spread": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
+    "hyper_finish": {"sm_120": (Tile({"W": 16}, num_warps=16),), "sm_90": (Tile({"W": 16}, num_warps=16),)},
+    # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
+    "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),
         "sm_90": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),

@@ -1,0 +1,397 @@
+"""Linear layers of a decode step, and of a prefill: weights as a checkpoint stores them, one launch.
+
+    out[t] = rms(x[t], norm) W^T     W [N, K]: e4m3 with a float32 scale per 128x128 tile, bfloat16, or float32
+    out[t, g] = x[t, g] W_g^T        W [G, N, K]
+
+Weights that read the same input are best kept as one (join_weights) and the output split: `out.split(rows, 1)` gives
+views that later kernels take as they are. A norm in front of up to FEW tokens costs no pass: its weight goes onto x,
+its factor onto the sums. Before more tokens it has a launch of its own and is rounded to x's dtype.
+
+Weights are exact. x counts as it is, but up to FEW tokens, and e4m3 weights, it becomes f16: what f16 can't hold makes
+its token NaN, and what is below 2^-14 loses digits. `quantize`: e4m3 weights meet e4m3 activations, a scale per token
+and 128 channels (quant.py), as in training. Float32 weights or activations: see gemm_triton.py. Sums are float32 in a
+fixed order: equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile),
+not on what they are. A row of x that is padding gives what its values give; nothing else is read for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gemm import BLOCK, grouped_linear_reference, linear_reference
+from kernels.gemm_triton import few_kernel, many_kernel, norm_kernel, quantize_kernel
+from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
+from kernels.tiles import Tile, Variant, tile_for
+from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
+
+FEW_OP, MANY_OP = "linear_few", "linear_many"
+FEW = 16  # tokens that warps read into registers
+KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2}
+_COUNTERS = 1 << 14
+
+
+def linear_decode(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    *,
+    offset: tuple[int, int] = (0, 0),
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    quantize: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return [T, N] of `out_dtype`, bfloat16 or float32: x W^T, of the normed x if there is a norm.
+
+    x: [T, K] bfloat16 or float32, any row stride.   weight: [N, K] e4m3, bfloat16 or float32.   scale: float32
+    [ceil((offset[0] + N) / 128), ceil((offset[1] + K) / 128)] of an e4m3 weight.   offset: row and column, below 128,
+    at which the weight begins within its first tile.   norm: [K], weight of an RMS norm of x over K, with `eps`.
+    quantize: x to e4m3 first.   tile: instead of the table's.   Calls on one device must not overlap: they share
+    counters. Nothing but x may be written by the kernel before. Raises ValueError for what does not fit.
+    """
+    if x.dim() != 2 or weight.dim() != 2:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: wanted [T, K] and [N, K]")
+    _check(x, weight, scale, offset, out_dtype, groups=1)
+    if norm is not None and (norm.shape != x.shape[1:] or quantize or not norm.is_contiguous()):
+        raise ValueError(f"norm {tuple(norm.shape)}, quantize {quantize}: wanted ({x.shape[1]},) and no quantize")
+    _check_quantize(quantize, weight, offset, groups=1)
+    if not uses_triton(x):
+        given = _quantized(x) if quantize else x.float()
+        weight = weight if scale is not None else weight.float()
+        return linear_reference(given, weight, scale, offset=offset, norm=norm, eps=eps).to(out_dtype)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    _launch(out, x, weight, scale, norm, groups=1, offset=offset, eps=eps, quantize=quantize, tile=tile)
+    return out
+
+
+def grouped_linear_decode(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    *,
+    quantize: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return [T, G, N]: out[t, g] = x[t, g] weight[g]^T.
+
+    x: [T, G, K], any stride between tokens.   weight: [G, N, K].   scale: [ceil(G N / 128), ceil(K / 128)], of the
+    weight as [G N, K].   The rest: see linear_decode.
+    """
+    if x.dim() != 3 or weight.dim() != 3 or x.shape[1] != weight.shape[0]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: wanted [T, G, K] and [G, N, K]")
+    groups, rows, _ = weight.shape
+    flat = weight.view(groups * rows, -1)
+    _check(x, flat, scale, (0, 0), out_dtype, groups=groups)
+    _check_quantize(quantize, weight, (0, 0), groups=groups)
+    if not uses_triton(x):
+        given = _quantized(x) if quantize else x.float()
+        whole = flat.float() if scale is None else dequantize_block_fp8(flat, scale)
+        return grouped_linear_reference(given, whole.view(weight.shape)).to(out_dtype)
+    out = torch.empty((x.shape[0], groups, rows), dtype=out_dtype, device=x.device)
+    _launch(out, x, flat, scale, None, groups=groups, offset=(0, 0), eps=0.0, quantize=quantize, tile=tile)
+    return out
+
+
+def join_weights(weights: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
+    """Return weights [N_i, K] of one dtype as one [sum N_i, K], and its scale if there are scales, by copying.
+
+    e4m3 weights must be whole tiles of 128 rows, the last one excepted: ValueError else.
+    """
+    cut = [tuple(w.shape) for w in weights[:-1] if scales and w.shape[0] % BLOCK]
+    if cut or len({(w.dtype, w.shape[1]) for w in weights}) != 1 or len(scales) not in (0, len(weights)):
+        raise ValueError(
+            f"weights {[(tuple(w.shape), w.dtype) for w in weights]} with {len(scales)} scales can't be joined: wanted "
+            f"one dtype, as many channels in all, a scale for each or none, and e4m3 rows in tiles of {BLOCK}: {cut}"
+        )
+    return torch.cat(tuple(weights)), torch.cat(tuple(scales)) if scales else None
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return quantize_e4m3(x, 128): codes [T, K] and float32 scales [T, ceil(K / 128)] of x [T, K], any row stride."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)}, strides {x.stride()}: wanted [T, K] with channels packed")
+    tokens, channels = x.shape
+    if not uses_triton(x):
+        codes, scale = quantize_e4m3(torch.nn.functional.pad(x, (0, -channels % BLOCK)), BLOCK)
+        return codes[:, :channels].contiguous(), scale
+    codes = torch.empty((tokens, channels), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((tokens, -(-channels // BLOCK)), dtype=torch.float32, device=x.device)
+    pdl, launch = _pdl(x.device)
+    if tokens:
+        quantize_kernel[(tokens,)](
+            codes, scale, x, x.stride(0), K=channels, GROUPS=_groups(channels), PDL=pdl, num_warps=8, **launch
+        )
+    return codes, scale
+
+
+def _quantized(x: Tensor) -> Tensor:
+    flat = x.reshape(x.shape[0], -1)
+    codes, scale = quantize_rows(flat)
+    pad = scale.shape[1] * BLOCK - flat.shape[1]
+    codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad)).view(torch.float8_e4m3fn)
+    return dequantize_e4m3(codes, scale, BLOCK)[:, : flat.shape[1]].view(x.shape)
+
+
+def _groups(channels: int) -> int:
+    return 1 << (-(-channels // BLOCK) - 1).bit_length()
+
+
+def _check(
+    x: Tensor, weight: Tensor, scale: Tensor | None, offset: tuple[int, int], out_dtype: torch.dtype, *, groups: int
+) -> None:
+    rows, channels = weight.shape
+    if x.shape[-1] != channels or not channels or not rows:
+        raise ValueError(f"x of {x.shape[-1]} channels for a weight {rows} x {channels}")
+    if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != channels and groups > 1) or not weight.is_contiguous():
+        raise ValueError(f"strides of x {x.stride()} and weight {weight.stride()}: wanted rows packed")
+    if x.dtype not in (torch.bfloat16, torch.float32) or out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x {x.dtype}, out_dtype {out_dtype}: wanted bfloat16 or float32")
+    if weight.dtype not in KINDS or (scale is None) != (weight.dtype != torch.float8_e4m3fn):
+        raise ValueError(f"weight {weight.dtype} {'without' if scale is None else 'with'} a scale")
+    if not all(0 <= at < BLOCK for at in offset) or (scale is None and offset != (0, 0)):
+        raise ValueError(f"offset {offset}: wanted 0 to {BLOCK - 1}, and (0, 0) for a weight without a scale")
+    wanted = tuple(-(-(at + size) // BLOCK) for at, size in zip(offset, weight.shape, strict=True))
+    if scale is not None and (scale.shape != wanted or scale.dtype != torch.float32 or not scale.is_contiguous()):
+        raise ValueError(f"scale {tuple(scale.shape)} {scale.dtype} of a weight {rows} x {channels} at {offset}: "
+                         f"wanted packed float32 {wanted}")  # fmt: skip
+
+
+def _check_quantize(quantize: bool, weight: Tensor, offset: tuple[int, int], *, groups: int) -> None:
+    if quantize and (KINDS[weight.dtype] or offset[1] or (groups > 1 and weight.shape[-1] % BLOCK)):
+        raise ValueError(
+            f"quantize with a weight {tuple(weight.shape)} {weight.dtype} at {offset}: wanted e4m3, whole tiles along K"
+        )
+
+
+def _launch(
+    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None,
+    *, groups: int, offset: tuple[int, int], eps: float, quantize: bool, tile: Tile | None,
+) -> None:  # fmt: skip
+    tokens = x.shape[0]
+    if not tokens:
+        return
+    rows, channels = weight.shape[0] // groups, weight.shape[1]
+    kind, unit = KINDS[weight.dtype], weight.element_size()
+    tile = tile or table_tile(
+        arch_of(x.device), tokens, rows=groups * rows, channels=channels, unit=unit,
+        is_whole=channels * unit % 16 == 0 and offset[1] % 16 == 0 and not quantize,
+    )  # fmt: skip
+    few, pdl = is_few(tile), HAS_PDL(x.device)
+    fit = fit_few if few else fit_many
+    cut = fit(
+        tile, tokens, rows=rows, channels=channels + offset[1], unit=unit, groups=groups, sms=sm_count(x.device),
+        is_split=norm is None, is_wide=x.dtype == torch.float32,
+    )  # fmt: skip
+    high, wide = span(cut)
+    grid = (groups * -(-rows // high), cut["SPLIT"], -(-tokens // wide))
+    part = counters = x_scale = None
+    if cut["SPLIT"] > 1:
+        slots = grid[0] * grid[2]
+        part = torch.empty(slots * cut["SPLIT"] * high * wide, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device, slots)
+    fixed: dict[str, Any] = {"ROWS": rows, "K": channels, "SHIFT": offset[1] % BLOCK, "ROW_SHIFT": offset[0]}
+    fixed |= {"KIND": kind, "PDL": pdl, "num_stages": tile.num_stages, **cut} | ({"launch_pdl": True} if pdl else {})
+    if few:
+        limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
+        few_kernel[grid](
+            out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
+            x.stride(0), out.stride(0), eps, num_warps=cut["KS"] * cut["RS"], **fixed, **limit,
+        )  # fmt: skip
+        return
+    if norm is not None:
+        x = _normed(x, norm, eps)
+    if quantize:
+        x, x_scale = quantize_rows(x.reshape(tokens, -1))
+    many_kernel[grid](
+        out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0), out.stride(0),
+        num_warps=tile.num_warps, **fixed,
+    )  # fmt: skip
+
+
+def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pdl, launch = _pdl(x.device)
+    norm_kernel[(x.shape[0],)](
+        out, x, norm, x.stride(0), eps, K=x.shape[1], BLOCK=1 << (x.shape[1] - 1).bit_length(), PDL=pdl, num_warps=8,
+        **launch,
+    )  # fmt: skip
+    return out
+
+
+def is_few(tile: Tile) -> bool:
+    """Return whether a tile is one of few_kernel's."""
+    return "KS" in tile.constants
+
+
+def table_tile(arch: str, tokens: int, *, rows: int, channels: int, unit: int, is_whole: bool) -> Tile:
+    """Return the table's tile. unit: bytes of a weight.   is_whole: rows can be read in pieces of 16 bytes."""
+    shape = {"tokens": tokens, "row_bytes": channels * unit, "mib": -(-rows * channels * unit >> 20)}
+    return tile_for(FEW_OP if tokens <= FEW and is_whole else MANY_OP, arch, **shape)
+
+
+def span(cut: dict[str, int]) -> tuple[int, int]:
+    """Return how many rows and tokens a program has."""
+    if "KS" in cut:
+        return 16 * cut["R"] * cut["RS"], 8 * cut["NB"]
+    return cut["BLOCK_R"], cut["BLOCK_T"]
+
+
+def fit_few(
+    tile: Tile,
+    tokens: int,
+    *,
+    rows: int,
+    channels: int,
+    unit: int,
+    groups: int,
+    sms: int,
+    is_split: bool,
+    is_wide: bool,
+) -> dict[str, int]:
+    """Return few_kernel's constants for a matrix, smaller than the tile's where it is too small for them.
+
+    R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   DEPTH:
+    chunks of 128 bytes a row on their way at a time.   SPLIT: programs that share the channels, up to MAX_SPLIT: as
+    many as the multiprocessors have room for, RESIDENT each, as long as each has DEPTH chunks for every warp.
+    is_split: whether they may.   is_wide: x is float32, which takes twice the registers, or more.
+    """
+    c = {name: value for name, value in tile.constants.items() if name not in ("REGISTERS", "MAX_SPLIT", "RESIDENT")}
+    chunks, tiles = -(-channels * unit // 128), -(-rows // 16)
+    for name, most in (("KS", chunks), ("RS", tiles), ("R", -(-tiles // c["RS"])), ("DEPTH", -(-chunks // c["KS"]))):
+        while c[name] > 1 and c[name] // 2 >= most:
+            c[name] //= 2
+    c["DEPTH"] = min(c["DEPTH"] // (2 if is_wide else 1) or 1, -(-chunks // c["KS"]))
+    c["NB"] = 1 if tokens <= 8 else 2
+    high, wide = span(c)
+    programs = groups * -(-rows // high) * -(-tokens // wide)
+    most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
+    c["SPLIT"] = _split(chunks, most if is_split else 1, least=c["KS"] * c["DEPTH"])
+    return c
+
+
+def fit_many(
+    tile: Tile,
+    tokens: int,
+    *,
+    rows: int,
+    channels: int,
+    unit: int,
+    groups: int,
+    sms: int,
+    is_split: bool,
+    is_wide: bool,
+) -> dict[str, int]:
+    """Return many_kernel's constants. BYTES: of a row of weights in a step.   SPLIT: as of fit_few, of LEAST steps."""
+    own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST")
+    c = {name: value for name, value in tile.constants.items() if name not in own}
+    c["BLOCK_K"] = tile.constants["BYTES"] // unit // (2 if is_wide else 1)
+    while c["BLOCK_R"] > 64 and (is_wide or c["BLOCK_R"] // 2 >= rows):
+        c["BLOCK_R"] //= 2
+    high, wide = span(c)
+    programs = groups * -(-rows // high) * -(-tokens // wide)
+    most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
+    c["SPLIT"] = _split(-(-channels // c["BLOCK_K"]), most if is_split else 1, least=tile.constants["LEAST"])
+    return c
+
+
+def _split(steps: int, most: int, *, least: int) -> int:
+    """Return how many programs share `steps`, at most `most`, each with `least` or more, none with nothing."""
+    split = max(1, min(most, steps // least))
+    return -(-steps // -(-steps // split))
+
+
+def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    pdl = HAS_PDL(device)
+    return pdl, {"launch_pdl": True} if pdl else {}
+
+
+@functools.cache
+def _counter_pool(device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("first call of a linear layer inside a graph capture: call it once before")
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Return counters that are zero between calls: the last program to count puts its own back."""
+    if count > _COUNTERS:
+        raise ValueError(f"{count} blocks of rows and tokens share channels: at most {_COUNTERS}")
+    return _counter_pool(device)
+
+
+# What the offline gate compiles: DeepSeek-V4-Flash's matrices, most of them of one rank of 4.
+# tokens, rows, channels, dtype of weights, of x, of the output, normed, quantised
+_SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
+    (1, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
+    (1, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (1, 1536, 4096, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (1, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
+    (1, 32320, 4096, torch.bfloat16, "*fp32", "*fp32", True, False),
+    (16, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
+    (16, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (16, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
+    (64, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
+    (64, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (64, 32768, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (64, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, True),
+    (64, 32320, 4096, torch.bfloat16, "*fp32", "*fp32", True, False),
+    (256, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (4096, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
+    (4096, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
+)
+
+
+def variants(arch: str) -> list[Variant]:
+    """Return the compilations that are shipped for `arch`, for the offline gate."""
+    found: dict[str, Variant] = {}
+    for shape in _SHAPES:
+        variant = _variant(arch, *shape)
+        found.setdefault(repr((variant.kernel, variant.signature, variant.constants)), variant)
+    codes = {"codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16", "x_stride": "i32"}
+    normed = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "eps": "fp32"}
+    fixed = {"K": 4096, "GROUPS": _groups(4096), "PDL": True}
+    return [
+        *found.values(),
+        Variant("linear_quantize", quantize_kernel, codes, fixed, 8, 3, tensor_ops=()),
+        Variant("linear_norm", norm_kernel, normed, {"K": 1024, "BLOCK": 1024, "PDL": True}, 8, 3, tensor_ops=()),
+    ]
+
+
+def _variant(
+    arch: str, tokens: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str, normed: bool, quantize: bool
+) -> Variant:
+    unit = torch.empty((), dtype=dtype).element_size()
+    tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=not quantize)
+    few = is_few(tile)
+    kernel: Any = few_kernel if few else many_kernel
+    cut = (fit_few if few else fit_many)(
+        tile, tokens, rows=rows, channels=channels, unit=unit, groups=1, sms=MULTIPROCESSORS[arch],
+        is_split=not normed, is_wide=x == "*fp32",
+    )  # fmt: skip
+    signature = dict.fromkeys(kernel.arg_names, "*fp32")
+    signature |= {"out_ptr": out, "x_ptr": "*fp8e4nv" if quantize else x, "gamma_ptr": "*bf16", "counter_ptr": "*i32"}
+    signature |= {"w_ptr": {0: "*i32" if few else "*fp8e4nv", 1: "*bf16", 2: "*fp32"}[KINDS[dtype]], "eps": "fp32"}
+    signature |= dict.fromkeys(("tokens", "x_stride", "out_stride"), "i32")
+    fixed: dict[str, Any] = {"ROWS": rows, "K": channels, "SHIFT": 0, "ROW_SHIFT": 0, "KIND": KINDS[dtype], "PDL": True}
+    absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
+    absent += [] if cut["SPLIT"] > 1 else ["part_ptr", "counter_ptr"]
+    absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
+    fixed |= {**cut, **dict.fromkeys(absent)}
+    return Variant(
+        FEW_OP if few else MANY_OP,
+        kernel,
+        {name: signature[name] for name in kernel.arg_names if name not in fixed},
+        fixed,
+        cut["KS"] * cut["RS"] if few else tile.num_warps,
+        tile.num_stages,
+        tensor_ops=("QMMA",) if quantize else ("HMMA",),
+        unaligned=("tokens",),
+        maxnreg=(tile.constants["REGISTERS"] or None) if few else None,
+    )

@@ -1,0 +1,432 @@
+"""The Triton kernels of gemm_decode.py: y = x W^T with few tokens, and with many.
+
+Weights [rows, channels] are read as a checkpoint stores them. They are the left operand, tokens the narrow right one.
+
+few_kernel: a warp loads 16 rows, 128 bytes of each at a time, straight into the registers in which the tensor cores
+want their left operand, before it waits for the kernel that writes x. The order of channels inside a product is free
+as long as both operands agree: lane t of a quad holds 16 consecutive bytes of a row of weights, and the same channels
+of x. No shared memory, no barrier, until the sums of warps that share channels are added.
+
+many_kernel: tiles in shared memory, copied in the background; before it waits it asks for its weights into L2.
+
+An e4m3 weight becomes f16 or bf16, both exact; the scale of a 128 x 128 block goes onto the sum over 128 channels, in
+float32. A block may be cut: rows and channels of the weight then begin inside one. A float32 operand is three bf16
+whose sum it is; of their products those below 2^-24 of the largest are left out.
+
+Where programs share the channels (SPLIT > 1), each writes its sums, and the last one adds all of them in order.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.row_load import keep, to_f16
+from kernels.triton_env import INTERPRETED
+
+FP8, BF16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_PLAIN = tl.constexpr(INTERPRETED)
+
+# Two words of four codes become eight f16. A register holds two codes of one word: see _widen.
+_CODES = tl.constexpr("""{
+    .reg .b16 a, b, c, d;
+    mov.b32 {a, b}, $4;
+    mov.b32 {c, d}, $5;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+    cvt.rn.f16x2.e4m3x2 $2, c;
+    cvt.rn.f16x2.e4m3x2 $3, d;
+}""")
+_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+
+
+@triton.jit
+def _lane_weights(
+    w_ptr, row, chunk, wanted,
+    ROWS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return rows [8, W, R, 2] of w, 128 bytes each at chunks [W]: [4, 8, W, R, 2, step 2, 16 bytes].
+
+    SHIFT: channels of the first chunk that lie before the weight's first one.
+    """
+    L: tl.constexpr = 8 if KIND == BF16 else 4
+    UNIT: tl.constexpr = 4 if KIND == FP8 else 1
+    # Dimensions in the order in which the compiler hands them out: lanes, warps, then registers, the last one excepted.
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    s = tl.arange(0, 2)[None, None, None, None, None, :]
+    at = ((chunk[None, None, :, None, None, None] * 2 + s) * 4 + t) * L - SHIFT // UNIT
+    row = row[None, :, :, :, :, None]
+    at, row = tl.broadcast(at, row)
+    place = (row * (K // UNIT) + at)[:, :, :, :, :, :, None] + tl.arange(0, L)[None, None, None, None, None, None, :]
+    if MASKED:
+        live = (at >= 0) & (at < tl.where(wanted & (row < ROWS), K // UNIT, 0))
+        w = tl.load(w_ptr + place, mask=live[:, :, :, :, :, :, None], other=0, cache_modifier=".cg")
+    else:
+        w = tl.load(w_ptr + place, cache_modifier=".cg")
+    return w
+
+
+@triton.jit
+def _widen(words, W: tl.constexpr, R: tl.constexpr):
+    """Return f16 [4, 8, W, R, 2, 2, and then product 4, half 2, pair 2] of words of four e4m3 codes."""
+    if _PLAIN:
+        shift = tl.arange(0, 4)[None, None, None, None, None, None, None, :] * 8
+        codes = (words[:, :, :, :, :, :, :, None] >> shift) & 255
+        w = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        w = tl.reshape(w, (4, 8, W, R, 2, 2, 4, 2, 2))
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _CODES, "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+        # [.., two words 2, which code of a register 2, register of a word 2, word 2]
+        w = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (4, 8, W, R, 2, 2, 2, 2, 2, 2))
+        w = tl.reshape(tl.permute(w, (0, 1, 2, 3, 4, 5, 6, 9, 8, 7)), (4, 8, W, R, 2, 2, 4, 2, 2))
+    return w
+
+
+@triton.jit
+def _left(w, W: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """Return the left operand [W, 16 R, 32 P] of [4, 8, W, R, 2, 2, P, 2, 2], P products a step."""
+    w = tl.permute(tl.reshape(w, (4, 8, W, R, 2, 2, P, 2, 2)), (2, 3, 4, 1, 5, 6, 7, 0, 8))
+    return tl.reshape(w, (W, 16 * R, 32 * P))
+
+
+@triton.jit
+def _right(x, W: tl.constexpr, NB: tl.constexpr, P: tl.constexpr):
+    """Return the right operand [W, 32 P, 8 NB] of [4, 8, W, NB, 2, .., ..]."""
+    x = tl.permute(tl.reshape(x, (4, 8, W, NB, 2, P, 2, 2)), (2, 4, 5, 6, 0, 7, 3, 1))
+    return tl.reshape(x, (W, 32 * P, 8 * NB))
+
+
+@triton.jit
+def _thirds(x):
+    """Return three bf16 whose sum is x, float32; NaN if x is infinite."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _lane_tokens(
+    x_ptr, x_stride, token, tokens, chunk, C: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Return channels of tokens [8, NB] at chunks [W]: [4, 8, W, NB, step 2, C / V, V], V channels in 16 bytes."""
+    V: tl.constexpr = min(C, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    s = tl.arange(0, 2)[None, None, None, None, :]
+    at = ((chunk[None, None, :, None, None] * 2 + s) * 4 + t) * C - SHIFT
+    token = token[None, :, None, :, None]
+    at, token = tl.broadcast(at, token)
+    live = token < tokens
+    if MASKED:
+        live = live & (at >= 0) & (at < K)
+    v = tl.arange(0, C // V)[:, None] * V + tl.arange(0, V)[None, :]
+    place = (token * x_stride + at)[:, :, :, :, :, None, None] + v[None, None, None, None, None, :, :]
+    return tl.load(x_ptr + place, mask=live[:, :, :, :, :, None, None], other=0.0)
+
+
+@triton.jit
+def _lane_gamma(gamma_ptr, chunk, C: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, V: tl.constexpr):
+    """Return the norm's weight in the order of _lane_tokens: [4, 1, W, 1, 2, C / V, V]."""
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    s = tl.arange(0, 2)[None, None, None, None, :]
+    at = ((chunk[None, None, :, None, None] * 2 + s) * 4 + t) * C - SHIFT
+    v = tl.arange(0, C // V)[:, None] * V + tl.arange(0, V)[None, :]
+    place = at[:, :, :, :, :, None, None] + v[None, None, None, None, None, :, :]
+    return tl.load(gamma_ptr + place, mask=(place >= 0) & (place < K), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _multiply(w, x, W: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, KIND: tl.constexpr):
+    """Return [W, 16 R, 8 NB] float32: what _lane_weights gave times what _lane_tokens gave."""
+    P: tl.constexpr = 4 if KIND == FP8 else (2 if KIND == BF16 else 1)
+    total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
+    if KIND == FP8:
+        left = keep(_left(_widen(w, W, R), W, R, P))
+        total = tl.dot(left, _right(to_f16(x), W, NB, P), total)
+    elif KIND == BF16:
+        left = _left(w, W, R, P)
+        if x.dtype == tl.bfloat16:
+            total = tl.dot(left, _right(x, W, NB, P), total)
+        else:
+            a, b, c = _thirds(x)
+            total = tl.dot(left, _right(c, W, NB, P), total)
+            total = tl.dot(left, _right(b, W, NB, P), total)
+            total = tl.dot(left, _right(a, W, NB, P), total)
+    else:
+        u, v, z = _thirds(w)
+        if x.dtype == tl.bfloat16:
+            right = _right(x, W, NB, P)
+            total = tl.dot(_left(z, W, R, P), right, total)
+            total = tl.dot(_left(v, W, R, P), right, total)
+            total = tl.dot(_left(u, W, R, P), right, total)
+        else:
+            a, b, c = _thirds(x)
+            total = tl.dot(_left(z, W, R, P), _right(a, W, NB, P), total)
+            total = tl.dot(_left(v, W, R, P), _right(b, W, NB, P), total)
+            total = tl.dot(_left(u, W, R, P), _right(c, W, NB, P), total)
+            total = tl.dot(_left(v, W, R, P), _right(a, W, NB, P), total)
+            total = tl.dot(_left(u, W, R, P), _right(b, W, NB, P), total)
+            total = tl.dot(_left(u, W, R, P), _right(a, W, NB, P), total)
+    return total
+
+
+@triton.jit
+def _store(out_ptr, out_stride, total, row, token, tokens, column, ROWS: tl.constexpr):
+    """Write total [A, N] of rows [A] and tokens [N] behind column `column`."""
+    to = out_ptr + token.to(tl.int64)[None, :] * out_stride + (column + row)[:, None]
+    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(row < ROWS)[:, None] & (token < tokens)[None, :])
+
+
+@triton.jit
+def _finish(
+    out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, column, slot, split,
+    ROWS: tl.constexpr, A: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write total [A, N], or, where SPLIT programs have parts of it, have the last of them write their sum."""
+    if SPLIT == 1:
+        _store(out_ptr, out_stride, total, row, token, tokens, column, ROWS)
+    else:
+        place = part_ptr + slot.to(tl.int64) * (SPLIT * A * N) + tl.arange(0, A)[:, None] * N + tl.arange(0, N)[None, :]
+        tl.store(place + split * (A * N), total)
+        # All threads have stored before one of them counts; the count releases their stores and acquires others'.
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + slot, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counter_ptr + slot, 0)  # for the next launch
+            whole = tl.load(place, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                whole += tl.load(place + other * (A * N), cache_modifier=".cg")
+            _store(out_ptr, out_stride, whole, row, token, tokens, column, ROWS)
+
+
+@triton.jit
+def few_kernel(
+    out_ptr, x_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride, eps,
+    ROWS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, ROW_SHIFT: tl.constexpr, KIND: tl.constexpr,
+    R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y[token, group ROWS + row] = sum over K channels. Grid (groups x tiles of 16 R RS rows, SPLIT, 8 NB tokens).
+
+    Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows and every KS-th chunk of 128 bytes; DEPTH chunks are on
+    their way at a time.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    W: tl.constexpr = KS * RS
+    C: tl.constexpr = 16 if KIND == FP8 else (8 if KIND == BF16 else 4)
+    CHUNKS: tl.constexpr = (K + SHIFT + 8 * C - 1) // (8 * C)
+    SHARE: tl.constexpr = (CHUNKS + KS * SPLIT - 1) // (KS * SPLIT)
+    TILES: tl.constexpr = (ROWS + 16 * R * RS - 1) // (16 * R * RS)
+    EVEN: tl.constexpr = SHIFT == 0 and K == SHARE * KS * SPLIT * 8 * C and SHARE % DEPTH == 0
+    MASKED: tl.constexpr = not EVEN or ROWS % (16 * R * RS) != 0
+    UNIT: tl.constexpr = 4 if KIND == FP8 else 1
+    group, split = tl.program_id(0) // TILES, tl.program_id(1)
+    first = (tl.program_id(0) % TILES) * (R * RS)
+    w_ptr += group.to(tl.int64) * (ROWS * K // UNIT)
+    x_ptr += group * K
+    warp = tl.arange(0, W)
+    chunk = split * (SHARE * KS) + warp // RS
+    tile = first + tl.arange(0, R)[None, :] * RS + (warp % RS)[:, None]
+    half = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * 8
+    row = tile[None, :, :, None] * 16 + half
+    # The scales' rows, in the order of the sums.
+    line = (group * ROWS + ROW_SHIFT + tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]) // 128
+    line = tl.reshape(line, (W, 16 * R))
+    if MASKED:
+        line = tl.minimum(line, (group * ROWS + ROW_SHIFT + ROWS - 1) // 128)
+    weights, scales = (), ()
+    for d in tl.static_range(DEPTH):
+        weights += (_lane_weights(w_ptr, row, chunk + d * KS, d < SHARE, ROWS, K, SHIFT, KIND, MASKED),)
+        if KIND == FP8:
+            scales += (_scale(scale_ptr, line, chunk + d * KS, d < SHARE, CHUNKS),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(2) * (8 * NB) + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
+    total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
+    squares = tl.zeros((4, 8, W, NB), tl.float32)
+    for step in range(0, SHARE, DEPTH):
+        next_weights, next_scales, tokens_here = (), (), ()
+        for d in tl.static_range(DEPTH):
+            here = chunk + (step + d) * KS
+            tokens_here += (_lane_tokens(x_ptr, x_stride, token, tokens, here, C, K, SHIFT, not EVEN),)
+        for d in tl.static_range(DEPTH):
+            x = tokens_here[d]
+            if gamma_ptr is not None:
+                x = x.to(tl.float32)
+                squares += tl.sum(tl.sum(tl.sum(x * x, 6), 5), 4)
+                x *= _lane_gamma(gamma_ptr, chunk + (step + d) * KS, C, K, SHIFT, x.shape[6])
+            sums = _multiply(weights[d], x, W, R, NB, KIND)
+            if KIND == FP8:
+                sums *= scales[d][:, :, None]
+            total += sums
+            if SHARE > DEPTH:
+                after = step + d + DEPTH
+                wanted = after < SHARE
+                there = tl.where(wanted, chunk + after * KS, chunk)
+                next_weights += (_lane_weights(w_ptr, row, there, wanted, ROWS, K, SHIFT, KIND, MASKED),)
+                if KIND == FP8:
+                    next_scales += (_scale(scale_ptr, line, there, wanted, CHUNKS),)
+        if SHARE > DEPTH:
+            weights, scales = next_weights, next_scales
+    whole = tl.sum(tl.reshape(total, (KS, RS, 16 * R, 8 * NB)), 0)
+    whole = tl.reshape(whole, (RS * R * 16, 8 * NB))
+    if gamma_ptr is not None:
+        shared = tl.reshape(tl.sum(squares, 0), (8, KS, RS, NB))
+        mean = tl.sum(tl.sum(shared, 2), 1) / (RS * K)
+        factor = tl.reshape(tl.permute(tl.rsqrt(mean + eps), (1, 0)), (8 * NB,))
+        whole *= factor[None, :]
+    place = first + tl.arange(0, RS)[:, None] + tl.arange(0, R)[None, :] * RS
+    place = tl.reshape(place[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], (RS * R * 16,))
+    _finish(
+        out_ptr, out_stride, part_ptr, counter_ptr, whole, place, tl.program_id(2) * (8 * NB) + tl.arange(0, 8 * NB),
+        tokens, group * ROWS, tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), split,
+        ROWS, 16 * R * RS, 8 * NB, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale(scale_ptr, line, chunk, wanted, COLUMNS: tl.constexpr):
+    """Return the scales [W, 16 R] of lines [W, 16 R] at chunks [W]; 0 beyond the last."""
+    live = (chunk < tl.where(wanted, COLUMNS, 0))[:, None]
+    return tl.load(scale_ptr + line * COLUMNS + chunk[:, None], mask=live, other=0.0)
+
+
+@triton.jit
+def many_kernel(
+    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride,
+    ROWS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, ROW_SHIFT: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (groups x tiles, SPLIT, token tiles).
+
+    x_scale_ptr: scales of x, e4m3, for each 128 channels of a token; None: x is no e4m3.   AHEAD: bytes of each row
+    that are asked for into L2 before the wait.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    STEPS: tl.constexpr = (K + SHIFT + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    COLUMNS: tl.constexpr = (K + SHIFT + 127) // 128
+    TILES: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
+    MASKED: tl.constexpr = SHIFT != 0 or K % BLOCK_K != 0
+    group, split = tl.program_id(0) // TILES, tl.program_id(1)
+    row = (tl.program_id(0) % TILES) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = tl.minimum(row, ROWS - 1)
+    first, last = split * SHARE, tl.minimum(split * SHARE + SHARE, STEPS)
+    w_row = w_ptr + (group * ROWS + inside).to(tl.int64) * K
+    if PDL and AHEAD > 0:
+        begin = tl.maximum(first * BLOCK_K - SHIFT, 0)
+        WIDTH: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        size = tl.minimum((tl.minimum(last * BLOCK_K - SHIFT, K) - begin) * WIDTH, AHEAD)
+        if size > 0:
+            address = (w_row + begin).to(tl.int64)
+            tl.inline_asm_elementwise(
+                _PREFETCH, "=r,l,r", [address, tl.zeros((BLOCK_R,), tl.int32) + size], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    known = tl.minimum(token, tokens - 1)
+    x_row = x_ptr + known.to(tl.int64) * x_stride + group * K
+    channel = tl.arange(0, BLOCK_K)
+    line = (group * ROWS + ROW_SHIFT + inside) // 128
+    total = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
+    scale, x_scale = 1.0, 1.0
+    if KIND == FP8:
+        scale = tl.load(scale_ptr + line * COLUMNS + first * BLOCK_K // 128)
+    if x_scale_ptr is not None:
+        x_line = x_scale_ptr + (known * (tl.num_programs(0) // TILES) + group) * COLUMNS
+        x_scale = tl.load(x_line + first * BLOCK_K // 128)
+    for step in range(first, last):
+        at = step * BLOCK_K + channel - SHIFT
+        if MASKED:
+            live = (at >= 0) & (at < K)
+            w = tl.load(w_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
+            x = tl.load(x_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
+        else:
+            w = tl.load(w_row[:, None] + at[None, :])
+            x = tl.load(x_row[:, None] + at[None, :])
+        sums = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
+        if x_scale_ptr is not None:
+            sums = tl.dot(w, tl.trans(x), sums)
+        elif KIND == FP32:
+            u, v, z = _thirds(w)
+            if x.dtype == tl.float32:
+                a, b, c = _thirds(x)
+                sums = tl.dot(z, tl.trans(a), sums)
+                sums = tl.dot(v, tl.trans(b), sums)
+                sums = tl.dot(u, tl.trans(c), sums)
+                sums = tl.dot(v, tl.trans(a), sums)
+                sums = tl.dot(u, tl.trans(b), sums)
+                sums = tl.dot(u, tl.trans(a), sums)
+            else:
+                sums = tl.dot(z, tl.trans(x), sums)
+                sums = tl.dot(v, tl.trans(x), sums)
+                sums = tl.dot(u, tl.trans(x), sums)
+        elif x.dtype == tl.float32:
+            a, b, c = _thirds(x)
+            sums = tl.dot(w.to(tl.bfloat16), tl.trans(c), sums)
+            sums = tl.dot(w.to(tl.bfloat16), tl.trans(b), sums)
+            sums = tl.dot(w.to(tl.bfloat16), tl.trans(a), sums)
+        else:
+            sums = tl.dot(w.to(tl.bfloat16), tl.trans(x), sums)
+        if KIND == FP8:
+            after = tl.minimum(step + 1, STEPS - 1)  # its scale, while this step's product runs
+            next_scale = tl.load(scale_ptr + line * COLUMNS + after * BLOCK_K // 128)
+            sums *= scale[:, None]
+            scale = next_scale
+            if x_scale_ptr is not None:
+                next_x_scale = tl.load(x_line + after * BLOCK_K // 128)
+                sums *= x_scale[None, :]
+                x_scale = next_x_scale
+        total += sums
+    _finish(
+        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group * ROWS,
+        tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), split, ROWS, BLOCK_R, BLOCK_T, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_kernel(
+    codes_ptr, scale_ptr, x_ptr, x_stride, K: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """quant.quantize_e4m3 of rows of x in groups of 128 channels, the last one possibly cut. Grid (tokens,)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    COLUMNS: tl.constexpr = (K + 127) // 128
+    token, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
+    at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + token * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+    broken = tl.max((x != x).to(tl.int32), 1)
+    largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+    least = tl.div_rn(tl.where(largest > 1e-4, largest, 1e-4), 448.0)
+    scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    codes = tl.div_rn(x, scale[:, None])
+    scale = tl.where(broken > 0, float("nan"), scale)
+    tl.store(scale_ptr + token * COLUMNS + group, scale, mask=group < COLUMNS)
+    tl.store(codes_ptr + token * K + at, codes.to(tl.float8e4nv), mask=at < K)
+
+
+@triton.jit
+def norm_kernel(
+    out_ptr, x_ptr, gamma_ptr, x_stride, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out = rms(x, gamma), rows of K channels, in x's dtype. Grid (tokens,)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    gamma = tl.load(gamma_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + token * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) / K + eps) * gamma
+    tl.store(out_ptr + token * K + at, y.to(out_ptr.dtype.element_ty), mask=at < K)

@@ -1,0 +1,121 @@
+"""Linear layers of all kinds of weights, for the interpreter and for a GPU, with the bound that each must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from kernels.gemm import dequantize_slice
+from kernels.gemm_decode import grouped_linear_decode, linear_decode, quantize_rows
+from kernels.quant import dequantize_e4m3
+from kernels.tiles import Tile
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclasses.dataclass
+class Case:
+    """linear_decode(x, weight, scale, offset=.., norm=..), or grouped_linear_decode for a weight [G, N, K]."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    offset: tuple[int, int] = (0, 0)
+    norm: torch.Tensor | None = None
+    quantize: bool = False
+
+    def run(self, **options) -> torch.Tensor:
+        if self.weight.dim() == 3:
+            return grouped_linear_decode(self.x, self.weight, self.scale, quantize=self.quantize, **options)
+        return linear_decode(
+            self.x, self.weight, self.scale, offset=self.offset, norm=self.norm, quantize=self.quantize, **options
+        )
+
+    def expect(self) -> torch.Tensor:
+        """Return the sums in float64, of x as given, or as quantised."""
+        x, flat = self.x, self.weight.reshape(-1, self.weight.shape[-1])
+        w = flat.double() if self.scale is None else dequantize_slice(flat, self.scale, self.offset).double()
+        if self.quantize:
+            rows = x.reshape(x.shape[0], -1)
+            codes, scale = quantize_rows(rows)
+            codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, -codes.shape[1] % 128)).view(FP8)
+            x = dequantize_e4m3(codes, scale, 128)[:, : rows.shape[1]].view(x.shape)
+        x = x.double()
+        if self.norm is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.norm.double()
+        return torch.einsum("tgi,gri->tgr", x, w.view(self.weight.shape)) if self.weight.dim() == 3 else x @ w.T
+
+    def fault(self, **options) -> str:
+        """Return how the sums differ from the reference, "" if not.
+
+        Errors are counted against the sum of absolute products, of which a float32 sum in any order keeps 2^-24 a
+        term at worst, far less on average. x in f16 or, normed, in bf16: 2^-12 or 2^-9 of each product, at random.
+        """
+        out_dtype = options.pop("out_dtype", torch.float32)
+        got, wanted = self.run(out_dtype=out_dtype, **options).double(), self.expect()
+        if not torch.equal(got.isnan(), wanted.isnan()):
+            return f"NaN in {int(got.isnan().sum())} places, wanted {int(wanted.isnan().sum())}"
+        size = wanted.nan_to_num().abs().max().clamp(min=1e-30)
+        error = float((got - wanted).nan_to_num().abs().max() / size)
+        bound = 3e-6
+        if self.weight.dtype == FP8 and not self.quantize:
+            bound = 5e-4
+        if self.quantize:  # the tensor cores of sm_90 sum e4m3 products with fewer digits
+            bound = 1e-3
+        if self.norm is not None and self.x.dtype == torch.bfloat16:
+            bound = 5e-3
+        if out_dtype == torch.bfloat16:
+            bound += 2**-8
+        return "" if error < bound else f"off by {error:.2e} of the largest, {float(size):.3g}; bound {bound:.1e}"
+
+
+def make_case(
+    tokens: int,
+    rows: int,
+    channels: int,
+    *,
+    dtype: torch.dtype = FP8,
+    x_dtype: torch.dtype = torch.bfloat16,
+    offset: tuple[int, int] = (0, 0),
+    groups: int = 0,
+    normed: bool = False,
+    quantize: bool = False,
+    gap: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Return a layer of random weights. groups: 0 for a plain one.   gap: unread channels behind each token's."""
+    draw = torch.Generator(device).manual_seed(seed)
+    total = max(groups, 1) * rows
+    x = torch.randn(tokens, max(groups, 1) * channels + gap, generator=draw, device=device).to(x_dtype)
+    if gap:
+        x[:, -gap:] = math.nan
+    x = x[:, : x.shape[1] - gap]
+    weight = torch.randn(total, channels, generator=draw, device=device)
+    scale = None
+    if dtype == FP8:
+        weight = (weight * 40).clamp(-448, 448)
+        shape = (-(-(offset[0] + total) // 128), -(-(offset[1] + channels) // 128))
+        scale = 0.01 + torch.rand(shape, generator=draw, device=device) / 10
+    weight = weight.to(dtype)
+    norm = None
+    if normed:
+        norm = (0.5 + torch.rand(channels, generator=draw, device=device)).to(torch.bfloat16)
+        x *= 3
+    if groups:
+        x, weight = x.unflatten(1, (groups, channels)), weight.view(groups, rows, channels)
+    return Case(x, weight, scale, offset, norm, quantize)
+
+
+def few_tile(ks=1, rs=1, r=1, depth=1, split=1, registers=0) -> Tile:
+    """Return a tile of few tokens; gemm_decode.fit_few says what the constants mean."""
+    constants = {"R": r, "KS": ks, "RS": rs, "DEPTH": depth, "MAX_SPLIT": split, "RESIDENT": 8, "REGISTERS": registers}
+    return Tile(constants, num_warps=ks * rs)
+
+
+def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1, ahead=1024) -> Tile:
+    """Return a tile of many tokens; gemm_decode.fit_many says what the constants mean."""
+    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": 8, "LEAST": least}
+    return Tile(constants | {"AHEAD": ahead}, num_warps=warps, num_stages=stages)

@@ -1,0 +1,171 @@
+"""Linear layers' kernels against float64; what the wrappers allocate is NaN to begin with."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels.gemm_decode as decode
+from kernels.quant import quantize_e4m3
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+
+def _cases():
+    name = "gemm_cases"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    loaded = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+cases = _cases()
+make_case, few, many = cases.make_case, cases.few_tile, cases.many_tile
+FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        x = plain(*args, **kwargs)
+        return x.view(torch.uint8).fill_(0x7F).view(x.dtype) if x.itemsize == 1 else x.fill_(math.nan)
+
+    monkeypatch.setattr(decode.torch, "empty", empty)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 17])
+@pytest.mark.parametrize("dtype", [FP8, BF16, FP32], ids=str)
+@pytest.mark.parametrize("x_dtype", [BF16, FP32], ids=str)
+def test_every_kind_of_weight_and_activation_equals_the_reference(tokens, dtype, x_dtype):
+    assert make_case(tokens, 48, 192, dtype=dtype, x_dtype=x_dtype).fault() == ""
+
+
+@pytest.mark.parametrize("tile", [few(ks=4, depth=2), many(size=64)], ids=["few", "many"])
+@pytest.mark.parametrize("shape", [(5, 300, 320), (1, 17, 64), (3, 130, 16)], ids=str)
+def test_any_number_of_rows_and_channels(tile, shape):
+    assert make_case(*shape).fault(tile=tile) == ""
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 100), (20, 7, 33)], ids=str)
+def test_channels_that_are_no_whole_pieces_of_16_bytes(shape):
+    assert make_case(*shape).fault() == ""
+
+
+@pytest.mark.parametrize("tokens", [3, 18])
+@pytest.mark.parametrize("offset", [(64, 0), (0, 64), (17, 112), (127, 5)], ids=str)
+def test_a_slice_may_cut_a_block(tokens, offset):
+    assert make_case(tokens, 140, 144, offset=offset).fault() == ""
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [few(ks=2, rs=2), few(r=2, rs=2, depth=3), few(ks=2, r=2, depth=2, split=3), few(ks=4, split=4), few(depth=8)],
+    ids=lambda tile: str(list(tile.constants.values())),
+)
+def test_every_way_to_cut_few_tokens(tile):
+    assert make_case(9, 80, 1152).fault(tile=tile) == ""
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [many(columns=16), many(split=3), many(rows=128, columns=16, size=64, split=2), many(columns=64)],
+    ids=lambda tile: str(list(tile.constants.values())),
+)
+def test_every_way_to_cut_many_tokens(tile):
+    assert make_case(18, 80, 640).fault(tile=tile) == ""
+
+
+@pytest.mark.parametrize("tokens", [2, 18])
+@pytest.mark.parametrize("dtype", [FP8, BF16], ids=str)
+def test_groups_have_a_matrix_each(tokens, dtype):
+    assert make_case(tokens, 80, 128, dtype=dtype, groups=3).fault() == ""
+
+
+@pytest.mark.parametrize("tile", [few(split=2), many(split=2)], ids=["few", "many"])
+def test_groups_share_channels_among_programs(tile):
+    assert make_case(2, 20, 256, groups=2).fault(tile=tile) == ""
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 17])
+@pytest.mark.parametrize("x_dtype", [BF16, FP32], ids=str)
+def test_a_norm_in_front(tokens, x_dtype):
+    assert make_case(tokens, 20, 320, dtype=BF16, normed=True, x_dtype=x_dtype).fault() == ""
+
+
+def test_a_norm_in_front_of_warps_that_share_channels_or_rows():
+    case = make_case(9, 40, 512, normed=True)
+    assert case.fault(tile=few(ks=2, rs=2, r=2, depth=2, split=4)) == ""
+
+
+@pytest.mark.parametrize("tokens", [2, 17])
+def test_tokens_may_lie_apart(tokens):
+    assert make_case(tokens, 20, 128, gap=8).fault() == ""
+
+
+def test_the_table_has_tiles_for_many_tokens():
+    assert make_case(70, 20, 64).fault() == ""
+
+
+def test_both_output_types():
+    case = make_case(3, 20, 128)
+    assert torch.equal(case.run(), case.run(out_dtype=FP32).to(BF16))
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(0, 200), (2, 128)])
+def test_quantised_activations(groups, channels):
+    assert make_case(3, 20, channels, groups=groups, quantize=True).fault() == ""
+
+
+def test_quantised_rows_equal_those_of_the_reference():
+    x = make_case(5, 16, 384, gap=8).x * torch.tensor([1e-6, 1e-3, 1.0, 1e3, 1e30])[:, None]
+    x[1, 130], x[2, 5] = math.nan, math.inf
+    codes, scale = decode.quantize_rows(x)
+    wanted, wanted_scale = quantize_e4m3(x, 128)
+    assert torch.equal(scale.nan_to_num(-1, posinf=-2), wanted_scale.nan_to_num(-1, posinf=-2))
+    assert torch.equal(codes.view(torch.uint8)[::3], wanted.view(torch.uint8)[::3])
+
+
+@pytest.mark.parametrize("tile", [few(ks=2, depth=2), few(ks=2, split=2), many(split=2)], ids=["few", "split", "many"])
+def test_a_token_does_not_depend_on_the_others(tile):
+    case = make_case(5, 20, 512)
+    before = case.run(tile=tile)
+    case.x[[0, 1, 3, 4]] = math.nan
+    after = case.run(tile=tile)
+    assert torch.equal(after[2], before[2])
+    assert bool(after[[0, 1, 3, 4]].isnan().all())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_an_activation_that_f16_can_not_hold_makes_its_token_nan_and_no_other(value):
+    case = make_case(3, 20, 128)
+    before = case.run()
+    case.x[1, 5] = value
+    after = case.run()
+    assert bool(after[1].isnan().all())
+    assert torch.equal(after[::2], before[::2])
+
+
+@pytest.mark.parametrize("tile", [few(), many()], ids=["few", "many"])
+def test_every_code_is_exact(tile):
+    """One channel at a time is 1, so that a sum is a weight."""
+    case = make_case(16, 256, 16)
+    case.x.copy_(torch.eye(16))
+    codes = torch.arange(256).to(torch.uint8)[:, None] + torch.arange(16).to(torch.uint8)[None, :] * 17
+    case.weight, case.scale = codes.view(FP8), torch.full((2, 1), 0.75)
+    # a NaN code makes NaN of its whole row; rows without one
+    sound = ~case.weight.float().isnan().any(1)
+    got = case.run(tile=tile, out_dtype=FP32).T
+    assert torch.equal(got[sound], case.weight.float()[sound] * 0.75)
+    assert bool(got[~sound].isnan().all())
+
+
+def test_counters_are_zero_again():
+    case = make_case(3, 40, 512)
+    for tile in (few(split=4), many(split=4)):
+        assert torch.equal(case.run(tile=tile), case.run(tile=tile))
+    assert int(decode._counter_pool(case.x.device).abs().sum()) == 0
