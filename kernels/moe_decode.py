@@ -14,6 +14,7 @@ What f16 can't hold becomes NaN for its token alone. Weights are exact (moe_trit
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -100,13 +101,17 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tiles:
     tiles: of the experts with many rows if there can be any, and then of those with few. A row's channels are in the
     order of to_products if its expert has many, else of to_pieces.
     """
-    inner = w13.rows // 2
-    between = torch.empty((routing.rows, inner), dtype=torch.float16, device=routing.x.device)
+    inner, rows, device = w13.rows // 2, routing.rows, routing.x.device
+    between = torch.empty((rows, inner), dtype=torch.float16, device=device)
     sizes = {"H": w13.channels, "INNER": inner}
     for i, tile in enumerate(tiles):
+        split = fit(tile, w13)["SPLIT"]
+        shares = torch.empty((split, rows, w13.rows), device=device) if split > 1 else None
+        counters = _counters(device, rows // (MANY + 1) * (w13.rows // 16)) if split > 1 else None
         x = routing.x_many if tile.constants["NB"] else routing.x
         given = (between, x, w13.codes, w13.scales, w13.factors, routing.token, routing.weight, routing.active)
-        _launch(up_kernel, (*given, routing.rows, limit), w13, tile, rows=routing.rows, sizes=sizes, SECOND=i > 0)
+        given = (*given, shares, counters, rows, rows * w13.rows, limit)
+        _launch(up_kernel, given, w13, tile, rows=rows, sizes={**sizes, "SPLIT": split}, SECOND=i > 0)
     return between
 
 
@@ -125,11 +130,12 @@ def _launch(
     kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, sizes: dict[str, int],
     **order: bool,
 ) -> None:  # fmt: skip
-    cut = fit(tile, rows=weights.rows, channels=weights.channels, packed=weights.packed_steps)
+    cut = fit(tile, weights)
+    split = cut.pop("SPLIT")
     most = rows // (MANY + 1) if cut["NB"] else min(weights.experts, rows)  # experts that can have such rows
     pdl, launch = _pdl(weights.codes.device)
     limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
-    kernel[(max(1, most * (weights.rows // (16 * cut["R"] * cut["RS"]))),)](
+    kernel[(max(1, most * (weights.rows // (16 * cut["R"] * cut["RS"])) * split),)](
         *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **sizes, **cut, **order,
         num_warps=cut["KS"] * cut["RS"], num_stages=tile.num_stages, **limit, **launch,
     )  # fmt: skip
@@ -146,21 +152,33 @@ def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
     return pdl, {"launch_pdl": True} if pdl else {}
 
 
-def fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]:
+def fit(tile: Tile, weights: ExpertWeights) -> dict[str, int]:
     """Return the kernel's constants for a matrix, smaller than the tile's where it does not divide the matrix.
 
     R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   S: steps of
     64 channels at once.   PAIR_S: the same for 9 to 16 rows of an expert, or 0.   NB: rows at once, in eights, for the
-    experts with many; 0: for the others.
+    experts with many; 0: for the others.   SPLIT: programs that share the channels, where NB is not 0.
     """
+    return _fit(tile, rows=weights.rows, channels=weights.channels, packed=weights.packed_steps)
+
+
+def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]:
     c = {name: value for name, value in tile.constants.items() if name != "REGISTERS"}
     steps, tiles = channels // 64, rows // 16
-    c["KS"] = math.gcd(c["KS"], steps)
-    share = math.gcd(packed, steps // c["KS"])
+    c["KS"], c["SPLIT"] = math.gcd(c["KS"], steps), math.gcd(c["SPLIT"], steps)
+    share = math.gcd(packed, steps // (c["KS"] * c["SPLIT"]))
     c |= {name: math.gcd(c[name], share) for name in ("S", "PAIR_S") if c[name]}
     c["RS"] = math.gcd(c["RS"], tiles)
     c["R"] = math.gcd(c["R"], tiles // c["RS"])
     return c
+
+
+@functools.cache
+def _counters(device: torch.device, number: int) -> Tensor:
+    """Return at least `number` counters that are zero between calls: the last program to count puts them back."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("first call of experts_decode inside a graph capture: call it once before")
+    return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
@@ -190,12 +208,16 @@ def variants(arch: str) -> list[Variant]:
 
 def _variant(op: str, fmt: str, tile: Tile, order: dict[str, bool]) -> Variant:
     kernel, rows, channels = (up_kernel, 2 * _INNER, _HIDDEN) if op == UP else (down_kernel, _HIDDEN, _INNER)
-    cut = fit(tile, rows=rows, channels=channels, packed=4)
+    cut = _fit(tile, rows=rows, channels=channels, packed=4)
+    split = cut.pop("SPLIT")
     signature = dict.fromkeys(kernel.arg_names, "*i32")
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "part_ptr": "*fp32", "weight_ptr": "*fp32"}
     signature |= {"scales_ptr": "*i16", "factors_ptr": "*fp32", "limit": "fp32", "capacity": "i32"}
+    signature |= {"share_ptr": "*fp32", "share_size": "i32"}
     fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True}
     fixed |= cut | order
+    if op == UP:
+        fixed |= {"SPLIT": split} | ({} if split > 1 else {"share_ptr": None, "counter_ptr": None})
     return Variant(
         op,
         kernel,
@@ -205,5 +227,5 @@ def _variant(op: str, fmt: str, tile: Tile, order: dict[str, bool]) -> Variant:
         tile.num_stages,
         maxnreg=tile.constants["REGISTERS"] or None,
         weight_columns=8 * max(1, cut["NB"]),
-        unaligned=("capacity",) if op == UP else (),
+        unaligned=("capacity", "share_size") if op == UP else (),
     )

@@ -78,6 +78,15 @@ _SCALES = tl.constexpr(
 
 
 @triton.jit
+def _await(WAIT: tl.constexpr):
+    """Wait for the kernel before (1), and only then let the next one begin (2); costs nothing the second time."""
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+    if WAIT == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _load_weights(
     codes_ptr, scales_ptr, row_tile, step, wanted,
     STEPS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr,
@@ -249,32 +258,37 @@ def _same(x):
 
 @triton.jit
 def _product_shared(
-    weights, x_ptr, gather_ptr, edges, row_tile,
+    weights, x_ptr, gather_ptr, edges, row_tile, begin,
     K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, NB: tl.constexpr,
-    FORMAT: tl.constexpr, WAIT: tl.constexpr,
+    SPLIT: tl.constexpr, FORMAT: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows and all channels; x is in its order."""
+    """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows; x is in the product's order.
+
+    Of the channels one of SPLIT shares, from step begin on.
+    """
     codes_ptr, scales_ptr, tops = weights[0], weights[1], weights[2]
     STEPS: tl.constexpr = K // 64
-    words0, scales0 = _load_weights(codes_ptr, scales_ptr, row_tile, 0, True, STEPS, PACKED, S, R, 1, W, FORMAT)
-    words1, scales1 = _load_weights(codes_ptr, scales_ptr, row_tile, S, S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT)
+    end = begin + STEPS // SPLIT
+    words0, scales0 = _load_weights(codes_ptr, scales_ptr, row_tile, begin, True, STEPS, PACKED, S, R, 1, W, FORMAT)
+    words1, scales1 = _load_weights(
+        codes_ptr, scales_ptr, row_tile, begin + S, begin + S < end, STEPS, PACKED, S, R, 1, W, FORMAT
+    )
     words2, scales2 = _load_weights(
-        codes_ptr, scales_ptr, row_tile, 2 * S, 2 * S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT
+        codes_ptr, scales_ptr, row_tile, begin + 2 * S, begin + 2 * S < end, STEPS, PACKED, S, R, 1, W, FORMAT
     )
     at = edges[0] + tl.arange(0, 8 * NB)
     live = at < edges[1]
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
+    _await(WAIT)
     row = at
     if gather_ptr is not None:
         row = tl.load(gather_ptr + at, mask=live, other=0)
     x_row = x_ptr + row * K
     total = tl.zeros((16 * R * W, 8 * NB), tl.float32)
-    for step in range(0, STEPS, S):
+    for step in range(begin, end, S):
         words, scales = words0, scales0
         words0, scales0, words1, scales1 = _same(words1), _same(scales1), _same(words2), _same(scales2)
         words2, scales2 = _load_weights(
-            codes_ptr, scales_ptr, row_tile, step + 3 * S, step + 3 * S < STEPS, STEPS, PACKED, S, R, 1, W, FORMAT
+            codes_ptr, scales_ptr, row_tile, step + 3 * S, step + 3 * S < end, STEPS, PACKED, S, R, 1, W, FORMAT
         )
         x = tl.load(x_row[:, None] + (step * 64 + tl.arange(0, 64 * S))[None, :], mask=live[:, None], other=0.0)
         w = tl.permute(_unpack(words, scales, tops, S, R, W, FORMAT), (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
@@ -287,8 +301,7 @@ def _rows(edges, gather_ptr, NB: tl.constexpr, WAIT: tl.constexpr):
     """Return rows [8, NB] of the activations of routed rows from the first edge on, and which are before the second."""
     at = edges[0] + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
     live = at < edges[1]
-    if WAIT:
-        tl.extra.cuda.gdc_wait()  # costs nothing the second time
+    _await(WAIT)
     row = at
     if gather_ptr is not None:
         row = tl.load(gather_ptr + at, mask=live, other=0)
@@ -356,38 +369,66 @@ def _few(
 
 @triton.jit
 def _many(
-    out, weights, x_ptr, gather_ptr, edges, row_tile,
+    out, weights, x_ptr, gather_ptr, edges, row_tile, shares, share, item,
     K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    NB: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+    NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """As _few, R W tiles with shared tokens."""
+    """As _few, R W tiles with shared tokens.
+
+    SPLIT > 1: a share of the sums; the last of an item's programs to finish adds them up, in their order.
+    """
     tile = row_tile + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    begin = share * (K // 64 // SPLIT)
     for start in range(edges[0], edges[1], 8 * NB):
         part = (start, edges[1])
-        total = _product_shared(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, W, NB, FORMAT, WAIT)
-        if UP:
+        total = _product_shared(
+            weights, x_ptr, gather_ptr, part, row_tile, begin, K, PACKED, S, R, W, NB, SPLIT, FORMAT, WAIT
+        )
+        if SPLIT > 1:
+            at, live = _place_share(part, tile, 2 * COLUMNS, 8 * NB)
+            tl.store(shares[0] + share * shares[2] + at, total, mask=live)
+        elif UP:
             _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
         else:
             _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
+    if SPLIT > 1:
+        tl.debug_barrier()  # all have stored before one says so; that releases their stores and acquires others'
+        if tl.atomic_add(shares[1] + item, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(shares[1] + item, 0)  # for the next call
+            for start in range(edges[0], edges[1], 8 * NB):
+                part = (start, edges[1])
+                at, live = _place_share(part, tile, 2 * COLUMNS, 8 * NB)
+                total = tl.load(shares[0] + at, mask=live, other=0.0, cache_modifier=".cg")
+                for i in tl.static_range(1, SPLIT):
+                    total += tl.load(shares[0] + i * shares[2] + at, mask=live, other=0.0, cache_modifier=".cg")
+                _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
+
+
+@triton.jit
+def _place_share(edges, tile, ROWS: tl.constexpr, N: tl.constexpr):
+    """Return where [.., .., 16, N] of a share's [routed rows, ROWS] lies, and which of it there is."""
+    row = edges[0] + tl.arange(0, N)
+    channel = tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    return row[None, None, None, :] * ROWS + channel[:, :, :, None], (row < edges[1])[None, None, None, :]
 
 
 @triton.jit
 def _take(
-    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, gather_ptr, active_ptr, capacity,
+    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, gather_ptr, active_ptr, capacity, shares,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
-    KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr,
-    UP: tl.constexpr, WAIT: tl.constexpr,
+    KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, SPLIT: tl.constexpr,
+    FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Do one item: R RS tiles, of ROWS / 16, of one expert, for all of its routed rows.
 
-    capacity: of an expert's lists of what goes with its rows.
-
-    NB > 0: of the experts with many rows, 8 NB of them at once. Else of the others: 16 at once, PAIR_S steps at a time,
-    if there are more than 8; PAIR_S 0: no expert has that many.
+    NB > 0: of the experts with many rows, 8 NB of them at once, a share of the channels. Else of the others: 16 at
+    once, PAIR_S steps at a time, if there are more than 8; PAIR_S 0: no expert has that many.
+    capacity: of an expert's lists of what goes with its rows.   shares: sums [SPLIT, N, ROWS], counters, N ROWS.
     """
     BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
     number, many = tl.load(active_ptr), tl.load(active_ptr + 1)
-    item = tl.program_id(0)
+    item = tl.program_id(0) // SPLIT
+    share = tl.program_id(0) % SPLIT
     if NB == 0:
         item += many * BLOCKS
         last = number * BLOCKS
@@ -410,8 +451,8 @@ def _take(
             out = (out[0], out[1] + lists, out[2])
         if NB > 0:
             _many(
-                out, weights, x_ptr, gather_ptr, edges, row_tile,
-                K, COLUMNS, PACKED, S, R, RS, NB, FORMAT, UP, WAIT,
+                out, weights, x_ptr, gather_ptr, edges, row_tile, shares, share, item,
+                K, COLUMNS, PACKED, S, R, RS, NB, SPLIT, FORMAT, UP, WAIT,
             )  # fmt: skip
         elif PAIR_S == 0:  # noqa: SIM114 - two branches, so that the compiler never sees the third
             _few(
@@ -430,12 +471,23 @@ def _take(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit
+def _end(PDL: tl.constexpr):
+    """Let the kernel end only after the one before: whoever waits for it relies on all that came before.
+
+    One program is enough, and those that find nothing to do must not fill the multiprocessors waiting.
+    """
+    if PDL and tl.program_id(0) == 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["capacity", "share_size"])
 def up_kernel(
-    hidden_ptr, x_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, capacity, limit,
+    hidden_ptr, x_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, share_ptr, counter_ptr,
+    capacity, share_size, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, SECOND: tl.constexpr,
-    PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
+    SECOND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16.
 
@@ -447,10 +499,10 @@ def up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _take(
         (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, token_ptr, active_ptr, capacity,
-        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, True, False,
+        (share_ptr, counter_ptr, share_size),
+        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, SPLIT, FORMAT, True, 0,
     )  # fmt: skip
-    if PDL and SECOND:
-        tl.extra.cuda.gdc_wait()
+    _end(PDL and SECOND)
 
 
 @triton.jit
@@ -466,16 +518,14 @@ def down_kernel(
     and the first weights are, before up_kernel has ended. FIRST: another such kernel follows, SECOND, which waits for
     nothing but in the end: it must not be launched before up_kernel has ended.
     """
-    if PDL:
-        if FIRST:
-            tl.extra.cuda.gdc_wait()
+    if PDL and not FIRST:
         tl.extra.cuda.gdc_launch_dependents()
+    WAIT: tl.constexpr = (2 if FIRST else 1) if PDL and not SECOND else 0
     _take(
-        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, None, active_ptr, 0,
-        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, FORMAT, False, PDL and not SECOND,
+        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, None, active_ptr, 0, None,
+        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, 1, FORMAT, False, WAIT,
     )  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()  # whoever waits for this kernel relies on all that came before
+    _end(PDL)
 
 
 @triton.jit
@@ -491,14 +541,20 @@ def sum_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < H
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((BLOCK,), tl.float32)
+    # Of routing, which has long ended.
+    is_real = tl.load(ids_ptr + token * TOP_K) >= 0
+    rows = ()
     for k in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + k)
-        row = tl.load(first_ptr + expert, mask=expert >= 0, other=0) + tl.load(rank_ptr + token * TOP_K + k)
-        at = part_ptr + row.to(tl.int64) * H + channel
-        total += tl.load(at, mask=channel < tl.where(expert >= 0, H, 0), other=0.0).to(tl.float32)
+        row = tl.load(first_ptr + expert, mask=is_real, other=0) + tl.load(rank_ptr + token * TOP_K + k)
+        rows = rows + (row,)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        at = part_ptr + rows[k].to(tl.int64) * H + channel
+        total += tl.load(at, mask=inside & is_real, other=0.0)
     if add_ptr is not None:
         total += tl.load(add_ptr + token.to(tl.int64) * H + channel, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * H + channel, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -119,12 +119,10 @@ def _linear(
     return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
 
 
-def _sampling(
-    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 64, tile: int = 2048
-) -> Tile:
-    """A tile of sampling: blocks of R Q E tokens; GATHER groups, TILE tokens of a list at once.   scan, choose: warps."""
-    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "TILE": tile, "SMALL": 256, "STEP": 16, "WARPS": choose}
-    return Tile(constants, num_warps=scan)
+def _sampling(r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 32) -> Tile:
+    """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps."""
+    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose}
+    return Tile(constants | {"TILE": 1024, "PIVOTED": 512, "SMALL": 256, "STEP": 16}, num_warps=scan)
 
 
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {

@@ -121,7 +121,7 @@ def repair() -> None:
     def check_inside(what: str, ptrs: Any, mask: Any) -> None:
         width = np.uint64(interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize)
         at = np.broadcast_to(ptrs.data, np.broadcast_shapes(ptrs.data.shape, mask.data.shape))
-        at = at[np.broadcast_to(mask.data, at.shape)].astype(np.uint64)
+        at = at[np.broadcast_to(mask.data, at.shape).astype(bool)].astype(np.uint64)  # a scalar mask may be int32
         if not at.size:
             return
         slot = np.searchsorted(storages[:, 0], at, side="right") - 1

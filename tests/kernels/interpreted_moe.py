@@ -134,6 +134,7 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
         (2, tile(r=4, ks=8), tile(r=4, rs=2, s=2)),
         (9, tile(r=4, rs=2, s=4, pair_s=2), tile(r=8, ks=2, rs=2, pair_s=1)),
         (17, tile(r=2, rs=4, s=4, nb=4), tile(r=4, rs=4, s=1, nb=1)),
+        (17, tile(r=2, rs=4, s=2, nb=2, split=4), tile(r=8, rs=4, s=2, nb=4)),
     ],
     ids=lambda x: str(list(x.constants.values())) if hasattr(x, "constants") else str(x),
 )

@@ -189,7 +189,7 @@ def exactness_fault(device: str = "cpu") -> str:
     return ""
 
 
-def make_tile(r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, registers=0, stages=1) -> Tile:
+def make_tile(r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, registers=0, stages=1, split=1) -> Tile:
     """Return a tile; moe_decode.fit says what the constants mean."""
-    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "REGISTERS": registers}
-    return Tile(constants, num_warps=ks * rs, num_stages=stages)
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "SPLIT": split}
+    return Tile(constants | {"REGISTERS": registers}, num_warps=ks * rs, num_stages=stages)
