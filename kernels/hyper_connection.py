@@ -8,7 +8,8 @@
     hc_post: S'[k] = post[k] * y + sum_j C[j, k] * S[j]
     hc_head: only x, with fn [n, n*H], base [n], scale [1]
 
-Everything in float32. Layout: streams [T, n, H], fn [(2+n)*n, n*H], C [T, n, n].
+Everything in float32. Layout: streams [T, n, H], fn [(2+n)*n, n*H], C [T, n, n]. Source: DeepSeek-V4's model code.
+hyper_connection_decode.py does the same in two launches a sublayer.
 """
 
 from __future__ import annotations
@@ -21,17 +22,30 @@ def hc_pre_reference(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, eps: float, norm_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See hc_pre."""
+    x, post, logits = collapse_reference(streams, fn, base, scale, eps=eps, norm_eps=norm_eps)
+    return x, post, sinkhorn_reference(logits, eps=eps, iters=iters)
+
+
+def collapse_reference(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [T, H], post [T, n] and the logits [T, n, n] of C, float32. See hc_pre."""
     n = streams.shape[1]
     s = streams.float()
     mix = _mix(s, fn, norm_eps)
     pre = torch.sigmoid(mix[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * torch.sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = torch.softmax((mix[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n), -1).add_(eps)
+    return _weighted_sum(pre, s), post, (mix[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+
+
+def sinkhorn_reference(logits: Tensor, *, eps: float, iters: int) -> Tensor:
+    """Return C [T, n, n] of its logits."""
+    comb = torch.softmax(logits, -1).add_(eps)
     comb.div_(comb.sum(1, keepdim=True).add_(eps))
     for _ in range(iters - 1):
         comb.div_(comb.sum(2, keepdim=True).add_(eps))
         comb.div_(comb.sum(1, keepdim=True).add_(eps))
-    return _weighted_sum(pre, s), post, comb
+    return comb
 
 
 def hc_pre(

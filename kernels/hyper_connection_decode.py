@@ -1,0 +1,285 @@
+"""Hyper-connections in two launches a sublayer: {spread the last one's output, begin the mix}, {finish it, norm}.
+
+    S' = post[k] * y + sum_j C[j, k] * S[j]     rounded to the streams' dtype; the first sublayer has S' = S
+    x  = rms(sum_j pre[j] * S'[j]) * norm       the sum rounded to that dtype, too, and x
+    carry = post, and the logits of C           of S', for the next spread
+
+pre, post, C as in hyper_connection.py, everything between the roundings in float32. The product of S' with fn is cut
+into spans of H, whose sums the second launch adds up in a fixed order; the normalisations that make C of its logits are
+the first launch's, done while it waits for y. The head is the same with n rows of fn, and carries nothing.
+
+Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, however many tokens there are.
+Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: C[j]; columns from n on hold anything).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.hyper_connection import collapse_reference, hc_head_reference, hc_post_reference, sinkhorn_reference
+from kernels.hyper_connection_triton import TOKENS, finish_kernel, spread_kernel
+from kernels.norm_rope import rms_norm_reference
+from kernels.tiles import Tile, Variant, tile_for, tiles_of
+from kernels.triton_env import HAS_PDL, arch_of, uses_triton
+
+SPREAD, FINISH = "hyper_spread", "hyper_finish"
+_STREAM_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mixer:
+    """Weights of a hyper-connection, and of the norm behind it; all float32 and contiguous.
+
+    fn: [R, n H], R = (2 + n) n, or n in the head.   base: [R].   scale: [3], in the head [1].   norm: [H].
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm: Tensor
+    eps: float
+    norm_eps: float
+    iters: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mixed:
+    """Where a sublayer begins. x: [T, H], its input.   streams: [T, n, H].   carry: see the module; None behind the
+    head.   eps, iters: of C."""
+
+    x: Tensor
+    streams: Tensor
+    carry: Tensor | None
+    eps: float
+    iters: int
+
+
+def mix_reference(streams: Tensor, mixer: Mixer, *, sequence: Tensor | None = None) -> Mixed:
+    """See mix."""
+    dtype, n = streams.dtype, streams.shape[1]
+    weights = (mixer.fn, mixer.base, mixer.scale)
+    alive = streams if sequence is None else torch.where((sequence >= 0)[:, None, None], streams, 0)
+    carry = None
+    if mixer.fn.shape[0] == n:
+        x = hc_head_reference(alive, *weights, eps=mixer.eps, norm_eps=mixer.norm_eps)
+    else:
+        x, post, logits = collapse_reference(alive, *weights, eps=mixer.eps, norm_eps=mixer.norm_eps)
+        carry = torch.nn.functional.pad(torch.cat([post[:, None], logits], 1), (0, 4 - n))
+    x = rms_norm_reference(x.to(dtype), mixer.norm, mixer.norm_eps).to(dtype)
+    return Mixed(x, streams, carry, mixer.eps, mixer.iters)
+
+
+def spread_reference(y: Tensor, before: Mixed, *, sequence: Tensor | None = None) -> Tensor:
+    """See spread."""
+    assert before.carry is not None
+    n = before.streams.shape[1]
+    comb = sinkhorn_reference(before.carry[:, 1:, :n], eps=before.eps, iters=before.iters)
+    streams = hc_post_reference(y, before.streams, before.carry[:, 0, :n], comb)
+    return streams if sequence is None else torch.where((sequence >= 0)[:, None, None], streams, 0)
+
+
+def mix(
+    streams: Tensor, mixer: Mixer, *, sequence: Tensor | None = None, tiles: tuple[Tile, Tile] | None = None
+) -> Mixed:
+    """Return where the first sublayer begins, or what the head makes of streams [T, n, H].
+
+    streams: bfloat16 or float32, channels contiguous; the n may be one in memory (an expanded embedding).
+    sequence: [T] int32, negative for padding, whose streams count as 0; None: no padding.   tiles: of both launches,
+    instead of the table's. Raises ValueError for what does not fit together.
+    """
+    _check(streams, mixer, sequence)
+    if not uses_triton(streams):
+        return mix_reference(streams, mixer, sequence=sequence)
+    return _finish(streams, mixer, _begin(None, streams, None, mixer, sequence, tiles), sequence, tiles)
+
+
+def spread_and_mix(
+    y: Tensor, before: Mixed, mixer: Mixer, *, sequence: Tensor | None = None, tiles: tuple[Tile, Tile] | None = None
+) -> Mixed:
+    """Return where the next sublayer begins, or what the head returns, given a sublayer's output y.
+
+    y: [T, H] of any float dtype, contiguous.   before: where that sublayer began.   mixer: the next one's; its n is 2
+    to 4, H a multiple of 64.   sequence: as in `mix`; the streams of padding become 0, whatever its y.
+    """
+    _check(before.streams, mixer, sequence)
+    _check_output(y, before)
+    if not uses_triton(y):
+        streams = spread_reference(y, before, sequence=sequence)
+        return mix_reference(streams, mixer, sequence=sequence)
+    streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=y.device)
+    parts = _begin(streams, before.streams, (y, before), mixer, sequence, tiles)
+    return _finish(streams, mixer, parts, sequence, tiles)
+
+
+def spread(y: Tensor, before: Mixed, *, sequence: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """Return the streams [T, n, H] behind a sublayer, in their dtype: spread_and_mix without what follows."""
+    _check_output(y, before)
+    if not uses_triton(y):
+        return spread_reference(y, before, sequence=sequence)
+    streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=y.device)
+    _begin(streams, before.streams, (y, before), None, sequence, (tile, tile) if tile else None)
+    return streams
+
+
+def _begin(
+    out: Tensor | None,
+    streams: Tensor,
+    after: tuple[Tensor, Mixed] | None,
+    mixer: Mixer | None,
+    sequence: Tensor | None,
+    tiles: tuple[Tile, Tile] | None,
+) -> Tensor:
+    """Launch the spread (unless after is None) and the sums of the mix (unless mixer is None); return the latter."""
+    tokens, n, hidden = streams.shape
+    rows = mixer.fn.shape[0] if mixer else 0
+    cut = fit(tiles[0] if tiles else tile_for(SPREAD, arch_of(streams.device)), hidden=hidden)
+    parts = torch.empty((tokens, columns(rows) // 4, hidden // (16 * cut["W"]), 4), device=streams.device)
+    y, before = after or (None, None)
+    pdl, launch = _pdl(streams.device)
+    if tokens:
+        spread_kernel[(-(-tokens // TOKENS), hidden // (16 * cut["W"]))](
+            out, parts if mixer else None, streams, streams.stride(0), streams.stride(1), y,
+            before.carry if before else None, mixer.fn if mixer else None, sequence, tokens,
+            before.eps if before else 0.0,
+            H=hidden, N=n, ROWS=rows, ITERS=before.iters if before else 0, COLUMNS=columns(rows), W=cut["W"],
+            SPREAD=after is not None, PDL=pdl, num_warps=cut["W"], num_stages=1, **launch,
+        )  # fmt: skip
+    return parts
+
+
+def _finish(
+    streams: Tensor, mixer: Mixer, parts: Tensor, sequence: Tensor | None, tiles: tuple[Tile, Tile] | None
+) -> Mixed:
+    tokens, n, hidden = streams.shape
+    is_head = mixer.fn.shape[0] == n
+    tile = tiles[1] if tiles else tile_for(FINISH, arch_of(streams.device))
+    warps = warps_of(tile, hidden=hidden)
+    x = torch.empty((tokens, hidden), dtype=streams.dtype, device=streams.device)
+    carry = None if is_head else torch.empty((tokens, 1 + n, 4), device=streams.device)
+    pdl, launch = _pdl(streams.device)
+    if tokens:
+        finish_kernel[(1 if is_head else 2, tokens)](
+            x, carry, parts, streams, streams.stride(0), streams.stride(1), mixer.base, mixer.scale, mixer.norm,
+            sequence, mixer.eps, mixer.norm_eps,
+            H=hidden, N=n, SPLITS=parts.shape[2], COLUMNS=4 * parts.shape[1], BLOCK=32 * warps, PDL=pdl,
+            num_warps=warps, num_stages=1, **launch,
+        )  # fmt: skip
+    return Mixed(x, streams, carry, mixer.eps, mixer.iters)
+
+
+def columns(rows: int) -> int:
+    """Return the floats that a program of the first launch leaves for each token: sums in eights, and the squares."""
+    return 16 if rows <= 8 else 32
+
+
+def fit(tile: Tile, *, hidden: int) -> dict[str, int]:
+    """Return the constants of a tile of the first launch, with fewer warps where those do not divide H."""
+    return {"W": math.gcd(tile.constants["W"], hidden // 16)}
+
+
+def warps_of(tile: Tile, *, hidden: int) -> int:
+    """Return the warps of a program of the second launch, none without channels."""
+    return min(tile.constants["W"], 1 << max(0, (hidden - 1) // 256).bit_length())
+
+
+def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    pdl = HAS_PDL(device)
+    return pdl, {"launch_pdl": True} if pdl else {}
+
+
+def _check(streams: Tensor, mixer: Mixer, sequence: Tensor | None) -> None:
+    if streams.dim() != 3 or not 2 <= streams.shape[1] <= 4 or streams.shape[2] % 64 or not streams.shape[2]:
+        raise ValueError(f"streams {tuple(streams.shape)}: wanted [T, 2 to 4, multiple of 64]")
+    if streams.dtype not in _STREAM_TYPES or streams.stride(2) != 1:
+        raise ValueError(
+            f"streams of {streams.dtype}, strides {streams.stride()}: wanted bfloat16 or float32, channels contiguous"
+        )
+    tokens, n, hidden = streams.shape
+    rows = n if mixer.fn.shape[0] == n else (2 + n) * n
+    scales = 1 if rows == n else 3
+    wanted = {"fn": (rows, n * hidden), "base": (rows,), "scale": (scales,), "norm": (hidden,)}
+    for name, shape in wanted.items():
+        found = getattr(mixer, name)
+        if found.shape != shape or found.dtype != torch.float32 or not found.is_contiguous():
+            raise ValueError(
+                f"{name} {tuple(found.shape)} {found.dtype}, strides {found.stride()}: wanted contiguous {shape} "
+                f"float32 for streams {tuple(streams.shape)}"
+            )
+    if mixer.iters < 1:
+        raise ValueError(f"iters {mixer.iters}: wanted at least 1")
+    if sequence is not None and (sequence.shape != (tokens,) or sequence.dtype != torch.int32):
+        raise ValueError(f"sequence {tuple(sequence.shape)} {sequence.dtype}: wanted {(tokens,)} int32")
+
+
+def _check_output(y: Tensor, before: Mixed) -> None:
+    tokens, n, hidden = before.streams.shape
+    if before.carry is None:
+        raise ValueError("carry None: there is nothing to spread behind the head")
+    if before.carry.shape != (tokens, 1 + n, 4) or not before.carry.is_contiguous():
+        raise ValueError(f"carry {tuple(before.carry.shape)}: wanted contiguous {(tokens, 1 + n, 4)}")
+    if y.shape != (tokens, hidden) or not y.is_floating_point() or not y.is_contiguous():
+        raise ValueError(
+            f"y {tuple(y.shape)} {y.dtype}, strides {y.stride()}: wanted contiguous floats {(tokens, hidden)} "
+            f"for streams {tuple(before.streams.shape)}"
+        )
+
+
+# What the offline gate compiles: DeepSeek-V4-Flash. (rows of fn, dtype of y) of the first launch; None: no spread.
+_STREAMS, _HIDDEN, _ITERS = 4, 4096, 20
+_SPREADS = ((24, "*bf16"), (24, "*fp32"), (24, None), (4, "*fp32"), (4, None), (0, "*fp32"))
+
+
+def variants(arch: str) -> list[Variant]:
+    """Return the compilations that are shipped for `arch`, for the offline gate: bfloat16 streams, 4 of 4096."""
+    found = [
+        _spread_variant(tile, rows, y, padded=rows != 0) for tile in tiles_of(SPREAD, arch) for rows, y in _SPREADS
+    ]
+    found += [_finish_variant(tile, rows, fit(tile_for(SPREAD, arch), hidden=_HIDDEN)["W"])
+              for tile in tiles_of(FINISH, arch) for rows in (24, 4)]  # fmt: skip
+    return found
+
+
+def _spread_variant(tile: Tile, rows: int, y: str | None, *, padded: bool) -> Variant:
+    cut = fit(tile, hidden=_HIDDEN)
+    signature = {"out_ptr": "*bf16", "part_ptr": "*fp32", "streams_ptr": "*bf16", "token_stride": "i32"}
+    signature |= {"stream_stride": "i32", "y_ptr": y or "", "carry_ptr": "*fp32", "fn_ptr": "*fp32"}
+    signature |= {"sequence_ptr": "*i32", "tokens": "i32", "eps": "fp32"}
+    fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "ROWS": rows, "ITERS": _ITERS if y else 0}
+    fixed |= {"COLUMNS": columns(rows), **cut, "SPREAD": y is not None, "PDL": True}
+    absent = (() if y else ("out_ptr", "y_ptr", "carry_ptr")) + (() if rows else ("part_ptr", "fn_ptr"))
+    fixed |= dict.fromkeys(absent + (() if padded else ("sequence_ptr",)))
+    return Variant(
+        SPREAD,
+        spread_kernel,
+        {name: kind for name, kind in signature.items() if name not in fixed},
+        fixed,
+        cut["W"],
+        1,
+        tensor_ops=("HMMA",) if rows else (),
+        unaligned=("tokens",),
+    )
+
+
+def _finish_variant(tile: Tile, rows: int, spread_warps: int) -> Variant:
+    warps = warps_of(tile, hidden=_HIDDEN)
+    signature = dict.fromkeys(finish_kernel.arg_names, "*fp32")
+    signature |= {"x_ptr": "*bf16", "streams_ptr": "*bf16", "sequence_ptr": "*i32", "eps": "fp32", "norm_eps": "fp32"}
+    signature |= {"token_stride": "i32", "stream_stride": "i32"}
+    fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "SPLITS": _HIDDEN // (16 * spread_warps)}
+    fixed |= {"COLUMNS": columns(rows), "BLOCK": 32 * warps, "PDL": True}
+    if rows == _STREAMS:
+        fixed["carry_ptr"] = None
+    return Variant(
+        FINISH,
+        finish_kernel,
+        {name: signature[name] for name in finish_kernel.arg_names if name not in fixed},
+        fixed,
+        warps,
+        1,
+        tensor_ops=(),
+    )

@@ -1,0 +1,162 @@
+"""Sublayers through hyper-connections, for the interpreter and for a GPU, against their formula in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from kernels.hyper_connection_decode import Mixed, Mixer, mix, spread, spread_and_mix
+from kernels.tiles import Tile
+
+EPS, NORM_EPS = 1e-6, 1e-6
+# Of a product of float32 values in float32, of the size of its largest: mixes here are of order 1, their sums of 16384
+# terms differ by some 1e-6 from float64's, which exponentials and 20 normalisations don't enlarge.
+FLOAT32 = 1e-5
+
+
+@dataclasses.dataclass
+class Case:
+    """mix(streams, first), then spread_and_mix(y, .., second)."""
+
+    streams: torch.Tensor
+    y: torch.Tensor
+    first: Mixer
+    second: Mixer
+    sequence: torch.Tensor | None
+
+    def begin(self, **options) -> Mixed:
+        return mix(self.streams, self.first, sequence=self.sequence, **options)
+
+    def run(self, **options) -> Mixed:
+        return spread_and_mix(self.y, self.begin(**options), self.second, sequence=self.sequence, **options)
+
+    def fault(self, **options) -> str:
+        """Return how either step differs from its formula, "" if not."""
+        begun = self.begin(**options)
+        after = spread_and_mix(self.y, begun, self.second, sequence=self.sequence, **options)
+        return (
+            mix_fault(begun, self.streams, self.first, self.sequence)
+            or spread_fault(after.streams, self.y, begun, self.sequence)
+            or mix_fault(after, after.streams, self.second, None)
+        )
+
+
+def mix_fault(got: Mixed, streams: torch.Tensor, mixer: Mixer, sequence: torch.Tensor | None) -> str:
+    """Return how x or the carry differ from the formula for `streams`, "" if not."""
+    n = streams.shape[1]
+    s = streams.double()
+    if sequence is not None:
+        s = torch.where((sequence >= 0)[:, None, None], s, 0)
+    flat = s.flatten(1)
+    mixed = (flat @ mixer.fn.double().T) * torch.rsqrt(flat.square().mean(1, keepdim=True) + mixer.norm_eps)
+    base, scale = mixer.base.double(), mixer.scale.double()
+    pre = torch.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + mixer.eps
+    x = (pre[:, :, None] * s).sum(1)
+    x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + mixer.norm_eps) * mixer.norm.double()
+    # x is rounded before the norm and after it: half a last place each. float32 rounds nothing but what it computes.
+    places = 2.0**-7 if streams.dtype == torch.bfloat16 else 0.0
+    fault = _difference("x", got.x, x, places)
+    if fault or mixer.fn.shape[0] == n:
+        return fault or ("" if got.carry is None else "the head has a carry")
+    assert got.carry is not None
+    post = 2 * torch.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    logits = (mixed[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+    return _difference("post", got.carry[:, 0, :n], post, 0.0) or _difference(
+        "logits", got.carry[:, 1:, :n], logits, 0.0
+    )
+
+
+def spread_fault(got: torch.Tensor, y: torch.Tensor, before: Mixed, sequence: torch.Tensor | None) -> str:
+    """Return how the next streams differ from the formula, given what the kernels carried, "" if not."""
+    assert before.carry is not None
+    n = before.streams.shape[1]
+    carry, eps = before.carry.double()[:, :, :n], before.eps
+    comb = torch.softmax(carry[:, 1:], -1) + eps
+    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(before.iters - 1):
+        comb = comb / (comb.sum(2, keepdim=True) + eps)
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    wanted = carry[:, 0, :, None] * y.double()[:, None] + comb.transpose(1, 2) @ before.streams.double()
+    if sequence is not None:
+        wanted = torch.where((sequence >= 0)[:, None, None], wanted, 0)
+    places = 2.0**-8 if got.dtype == torch.bfloat16 else 0.0
+    return _difference("streams", got, wanted, places)
+
+
+def _difference(name: str, got: torch.Tensor, wanted: torch.Tensor, places: float) -> str:
+    """places: relative rounding of each value, beside float32's share of the largest of its token."""
+    got = got.double()
+    if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
+        return f"{name}: {int(got.isnan().sum())} NaN of {tuple(got.shape)}, wanted {int(wanted.isnan().sum())}"
+    got, wanted = got.nan_to_num(), wanted.nan_to_num()
+    if not wanted.numel():
+        return ""
+    largest = wanted.abs().flatten(1).amax(1).clamp(min=1e-3).view(-1, *[1] * (wanted.dim() - 1))
+    excess = (got - wanted).abs() - (places * wanted.abs() * 1.001 + FLOAT32 * largest)
+    worst = float(excess.max())
+    return f"{name} off by {worst:.2e} beyond rounding, largest {float(largest.max()):.3g}" if worst > 0 else ""
+
+
+def make_mixer(
+    seed: int, *, n: int, hidden: int, head: bool = False, iters: int = 20, sharp: float = 1.0, device: str = "cpu"
+) -> Mixer:
+    """Return random weights; sharp: how far the logits of C lie apart."""
+    draw = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device=device)
+
+    rows = n if head else (2 + n) * n
+    scale = normal(1 if head else 3) * 0.2 + 1.0
+    if not head:
+        scale[2] *= sharp
+    fn = normal(rows, n * hidden) / (n * hidden) ** 0.5
+    return Mixer(fn, normal(rows) * 0.5, scale, 1 + normal(hidden) * 0.1, EPS, NORM_EPS, iters)
+
+
+def make_case(
+    tokens: int,
+    *,
+    n: int = 4,
+    hidden: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    y_dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+    head: bool = False,
+    iters: int = 3,
+    sharp: float = 1.0,
+    expanded: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Return a step of `tokens` tokens and `padding` padding ones, whose rows are NaN.
+
+    head: the second mixer is that of the head.   expanded: all streams are one in memory, as in the first layer.
+    """
+    draw = torch.Generator(device).manual_seed(seed)
+    total = tokens + padding
+    streams = torch.randn(total, 1 if expanded else n, hidden, generator=draw, device=device).to(dtype)
+    y = torch.randn(total, hidden, generator=draw, device=device).to(y_dtype)
+    sequence = None
+    if padding:
+        sequence = torch.arange(total, device=device).to(torch.int32)
+        sequence[tokens:] = -1
+        streams[tokens:] = math.nan
+        y[tokens:] = math.nan
+    sizes = {"n": n, "hidden": hidden, "iters": iters, "sharp": sharp, "device": device}
+    first, second = make_mixer(seed + 1, **sizes), make_mixer(seed + 2, head=head, **sizes)
+    return Case(streams.expand(-1, n, -1) if expanded else streams, y, first, second, sequence)
+
+
+def spread_alone_fault(case: Case) -> str:
+    """Return whether the spread without a mix gives other bits than with one, "" if not."""
+    begun = case.begin()
+    whole = spread_and_mix(case.y, begun, case.second, sequence=case.sequence)
+    return "" if torch.equal(spread(case.y, begun, sequence=case.sequence), whole.streams) else "bits differ"
+
+
+def make_tiles(warps: int, finish_warps: int) -> tuple[Tile, Tile]:
+    """Return tiles of both launches."""
+    return Tile({"W": warps}, num_warps=warps), Tile({"W": finish_warps}, num_warps=finish_warps)

@@ -1,0 +1,127 @@
+"""Both launches of a hyper-connection against their formula; what the wrappers allocate is NaN to begin with."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton.language as tl
+
+import kernels.hyper_connection_decode as decode
+
+
+def _cases():
+    name = "hyper_connection_cases"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    loaded = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+cases = _cases()
+make_case = cases.make_case
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    plain = torch.empty
+    monkeypatch.setattr(decode.torch, "empty", lambda *args, **kwargs: plain(*args, **kwargs).fill_(math.nan))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_both_steps_equal_their_formula(n, dtype):
+    assert make_case(5, n=n, dtype=dtype).fault() == ""
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_head_equals_its_formula(n):
+    assert make_case(2, n=n, head=True).fault() == ""
+
+
+@pytest.mark.parametrize("y_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_may_be_of_any_float_dtype(y_dtype):
+    assert make_case(3, y_dtype=y_dtype).fault() == ""
+
+
+def test_all_streams_may_be_one_in_memory():
+    assert make_case(3, expanded=True).fault() == ""
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17])
+def test_any_number_of_tokens(tokens):
+    assert make_case(tokens, padding=2).fault() == ""
+
+
+def test_no_tokens():
+    assert make_case(0).run().streams.shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("hidden", [128, 192])
+def test_any_number_of_spans(hidden):
+    assert make_case(2, hidden=hidden).fault() == ""
+
+
+@pytest.mark.parametrize(("warps", "finish_warps", "hidden"), [(1, 1, 576), (2, 2, 192), (8, 1, 128)])
+def test_every_way_to_cut_equals_the_formula(warps, finish_warps, hidden):
+    """The first has more spans than the second launch takes at once."""
+    case = make_case(1, hidden=hidden, n=2, iters=1)
+    assert case.fault(tiles=cases.make_tiles(warps, finish_warps)) == ""
+
+
+@pytest.mark.parametrize("iters", [1, 2, 20])
+def test_matrices_are_normalised_as_often_as_asked(iters):
+    """Logits far apart, so that each normalisation matters."""
+    assert make_case(4, iters=iters, sharp=6.0).fault() == ""
+
+
+def test_padding_becomes_zeros_and_its_carry_is_finite():
+    got = make_case(2, padding=3).run()
+    assert bool((got.streams[2:] == 0).all())
+    assert bool((got.x[2:] == 0).all())
+    assert bool(got.carry[2:].isfinite().all())
+
+
+def test_a_token_s_bits_do_not_depend_on_the_others():
+    case = make_case(17)
+    whole = case.run()
+    for at in (9, 16):
+        one = cases.Case(case.streams[at : at + 1], case.y[at : at + 1], case.first, case.second, None).run()
+        assert torch.equal(one.x, whole.x[at : at + 1])
+        assert torch.equal(one.streams, whole.streams[at : at + 1])
+        assert torch.equal(one.carry, whole.carry[at : at + 1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_makes_its_token_nan_and_no_other(value):
+    case = make_case(3)
+    before = case.run()
+    case.y[1, 5] = value
+    after = case.run()
+    assert bool(after.x[1].isnan().all())
+    assert torch.equal(after.x[::2], before.x[::2])
+    assert torch.equal(after.streams[::2], before.streams[::2])
+
+
+def test_the_spread_alone_has_the_bits_of_both():
+    assert cases.spread_alone_fault(make_case(3, padding=1)) == ""
+
+
+def test_a_carry_that_arrives_during_the_wait_is_the_one_that_counts(monkeypatch):
+    case = make_case(3)
+    begun = case.begin()
+    wanted = decode.spread(case.y, begun)
+    right = begun.carry.clone()
+    late = []
+
+    def wait(_semantic=None):
+        late.append(not torch.equal(begun.carry, right))
+        begun.carry.copy_(right)
+
+    monkeypatch.setattr(decode, "_pdl", lambda device: (True, {}))
+    monkeypatch.setattr(tl.extra.cuda, "gdc_wait", wait)
+    begun.carry.fill_(0.25)
+    assert torch.equal(decode.spread(case.y, begun), wanted)
+    assert late[0]
