@@ -16,7 +16,7 @@ whose sum it is; of their products those below 2^-24 of the largest are left out
 Where programs share the channels (SPLIT > 1), each writes its sums, and the last one adds all of them in order.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment,index,var-annotated"
 
 from __future__ import annotations
 

@@ -89,14 +89,16 @@ def _experts(
     s: int = 4,
     pair_s: int = 0,
     nb: int = 0,
+    many_r: int = 1,
+    many_s: int = 1,
     split: int = 1,
     registers: int = 0,
     stages: int = 1,
     **upto: int,
 ) -> Tile:
     """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
-    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "SPLIT": split}
-    constants["REGISTERS"] = registers
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s}
+    constants |= {"NB": nb, "MANY_R": many_r, "MANY_S": many_s, "SPLIT": split, "REGISTERS": registers}
     return Tile(constants, num_warps=ks * rs, num_stages=stages, upto=upto)
 
 
@@ -164,41 +166,33 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _attention(16, 16, warps=4, resident=1),
         ),
     },
+    # tokens: up to 16, no expert has more than 16 rows.
     "moe_up": {
         "sm_120": (
             _experts(1, ks=4, registers=88, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(1, ks=2, rs=2, pair_s=2, registers=88, tokens=128),
-            _experts(2, rs=2, pair_s=2, registers=128),
+            _experts(2, ks=2, rs=2, pair_s=2, nb=4, split=4, registers=128, stages=3),
         ),
         "sm_90": (
             _experts(1, ks=4, registers=80, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(1, ks=2, rs=2, pair_s=2, registers=80, tokens=128),
-            _experts(2, rs=2, pair_s=2, registers=128),
+            _experts(2, ks=2, rs=2, pair_s=2, nb=8, split=4, registers=128, stages=3, tokens=128),
+            _experts(2, rs=4, pair_s=2, nb=8, split=4, registers=128, stages=3),
         ),
-    },
-    "moe_up_many": {
-        "sm_120": (_experts(1, rs=4, s=1, nb=4, split=4, stages=3),),
-        "sm_90": (_experts(1, rs=4, s=1, nb=8, split=4, stages=3),),
     },
     "moe_down": {
         "sm_120": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=104, tokens=16),
-            _experts(2, rs=4, s=4, pair_s=2, registers=112),
+            _experts(2, rs=4, pair_s=2, nb=4, registers=120, stages=3),
         ),
         "sm_90": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, rs=4, s=4, pair_s=2, registers=112),
+            _experts(2, rs=4, pair_s=2, nb=8, registers=120, stages=3),
         ),
-    },
-    "moe_down_many": {
-        "sm_120": (_experts(1, rs=4, s=1, nb=4, stages=3),),
-        "sm_90": (_experts(1, rs=4, s=1, nb=8, stages=3),),
     },
     # W: warps, 16 channels each; the same for any number of tokens, or a token's sums would depend on it.
     "hyper_spread": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},

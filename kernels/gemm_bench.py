@@ -1,0 +1,149 @@
+"""Benches and samples of linear layers: DeepSeek-V4-Flash's matrices on one of 1, 2 and 4 ranks.
+
+q_a+kv      both down projections, one matrix; not split among ranks, like all of the indexer and compressors
+q_b         heads' queries, a norm in front; index_q: the indexer's; q_b+index_q: both as one
+o_a, o_b    output projection: a matrix per group of heads, then one
+gate+up, down   of the shared expert
+csa, hca    compressor's values and gates; csa with the indexer's and its head weights; bf16, summed to float32
+gate        scores of experts;   head: logits of float32 activations, a norm in front
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from kernels.bench import Bench
+from kernels.gemm import BLOCK
+from kernels.gemm_decode import grouped_linear_decode, linear_decode
+from kernels.gpu_timer import Launch
+
+HIDDEN, QUERY, INNER, VOCABULARY = 4096, 1024, 2048, 129280
+RANKS = (1, 2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A matrix [groups, rows, channels], e4m3 unless `is_float`: then bfloat16, with float32 sums."""
+
+    name: str
+    rows: int
+    channels: int
+    groups: int = 1
+    is_normed: bool = False
+    is_float: bool = False
+    is_wide: bool = False  # float32 activations
+
+    @property
+    def bytes(self) -> int:
+        return self.groups * self.rows * self.channels * (2 if self.is_float else 1)
+
+
+def layers(ranks: int) -> list[Layer]:
+    """Return the matrices that one of `ranks` ranks has of its own."""
+    heads = 64 * 512 // ranks
+    return [
+        Layer("q_b", heads, QUERY, is_normed=True),
+        Layer("q_b+index_q", heads + 8192, QUERY, is_normed=True),
+        Layer("o_a", 1024, 4096, groups=8 // ranks),
+        Layer("o_b", HIDDEN, 8192 // ranks),
+        Layer("gate+up", 2 * INNER // ranks, HIDDEN),
+        Layer("down", HIDDEN, INNER // ranks),
+        Layer("head", VOCABULARY // ranks, HIDDEN, is_normed=True, is_float=True, is_wide=True),
+    ]
+
+
+SHARED = [
+    Layer("q_a+kv", 1536, HIDDEN),
+    Layer("csa", 2624, HIDDEN, is_float=True),
+    Layer("hca", 1024, HIDDEN, is_float=True),
+    Layer("gate", 256, HIDDEN, is_float=True),
+]
+
+
+def benches() -> list[Bench]:
+    """Return the benches: all matrices at 1 and 64 tokens, a rank of 4 at others, and a prefill."""
+    return [
+        *(_bench(layer, tokens) for tokens in (1, 64) for layer in SHARED),
+        *(_bench(layer, tokens, ranks=n) for n in RANKS for tokens in (1, 64) for layer in layers(n)),
+        *(_bench(layer, tokens, ranks=4) for tokens in (8, 16, 32, 256) for layer in layers(4)[:4]),
+        *(_bench(layer, tokens) for tokens in (16, 256) for layer in SHARED[:2]),
+        *(_bench(layer, tokens, ranks=4) for tokens in (512, 4096) for layer in layers(4)[:4]),
+        _bench(SHARED[0], 4096),
+        _bench(layers(4)[3], 4096, ranks=4, quantize=True),
+    ]
+
+
+def samples() -> list[Bench]:
+    """Return one small step for each shipped path."""
+    wide = Layer("float", 80, 320, is_float=True, is_wide=True, is_normed=True)
+    return [
+        _bench(Layer("fp8", 80, 320, is_normed=True), 3),
+        _bench(Layer("fp8", 200, 1024), 12),
+        _bench(Layer("fp8", 80, 320, is_normed=True), 20),
+        _bench(Layer("fp8 of few rows", 80, 2048), 20),  # programs share the channels
+        _bench(Layer("fp8 cut", 80, 208), 5, offset=(48, 64)),
+        _bench(Layer("fp8 cut", 80, 208), 20, offset=(48, 64)),
+        _bench(Layer("fp8 groups", 80, 256, groups=3), 5),
+        _bench(Layer("fp8 groups", 80, 256, groups=3), 20, quantize=True),
+        _bench(Layer("fp8", 200, 300), 70),
+        _bench(wide, 3),
+        _bench(wide, 20),
+        _bench(Layer("float of few rows", 32, 8192, is_float=True), 3),  # programs share the channels
+        _bench(Layer("float", 80, 320, is_float=True), 70),
+    ]
+
+
+def _bench(
+    layer: Layer, tokens: int, *, ranks: int = 1, quantize: bool = False, offset: tuple[int, int] = (0, 0)
+) -> Bench:
+    x_bytes = layer.groups * layer.channels * (4 if layer.is_wide else 2)
+    out_bytes = layer.groups * layer.rows * (4 if layer.is_float else 2)
+    scales = 0 if layer.is_float else layer.bytes // (BLOCK * BLOCK) * 4
+    of_rank = f" of {ranks} ranks" if ranks > 1 else ""
+    size = f"{layer.groups} x " if layer.groups > 1 else ""
+    return Bench(
+        group="linear",
+        op="linear",
+        shape=f"B={tokens} {layer.name} {size}{layer.rows} x {layer.channels}{of_rank}"
+        + (" quantised" if quantize else "")
+        + (f" at {offset}" if any(offset) else ""),
+        make=lambda device, i: make_launch(layer, tokens, device, i, quantize=quantize, offset=offset),
+        bytes=layer.bytes + scales + tokens * (x_bytes + out_bytes),
+        flops=2 * tokens * layer.groups * layer.rows * layer.channels,
+        chain=f"attention B={tokens}" if ranks == 4 and layer.name in ("q_b", "o_a", "o_b") else None,
+    )
+
+
+def make_launch(
+    layer: Layer,
+    tokens: int,
+    device: torch.device,
+    seed: int,
+    *,
+    quantize: bool = False,
+    offset: tuple[int, int] = (0, 0),
+    **options: object,
+) -> Launch:
+    """Return a call of the layer on random weights and activations. options: of linear_decode."""
+    draw = torch.Generator(device).manual_seed(seed)
+    rows = layer.groups * layer.rows
+    x = torch.randn(tokens, layer.groups, layer.channels, generator=draw, device=device)
+    x = x if layer.is_wide else x.to(torch.bfloat16)
+    scale = norm = None
+    if layer.is_float:
+        weight = torch.empty(rows, layer.channels, dtype=torch.bfloat16, device=device)
+        weight.normal_(0.0, layer.channels**-0.5, generator=draw)
+    else:
+        codes = torch.randint(0, 256, (rows, layer.channels), dtype=torch.uint8, generator=draw, device=device)
+        weight = torch.where(codes & 0x7F == 0x7F, 0x38, codes).to(torch.uint8).view(torch.float8_e4m3fn)  # no NaN
+        shape = [-(-(at + size) // BLOCK) for at, size in zip(offset, weight.shape, strict=True)]
+        scale = (0.5 + torch.rand(shape, generator=draw, device=device)) / 100 / layer.channels**0.5
+    if layer.is_normed:
+        norm = (0.5 + torch.rand(layer.channels, generator=draw, device=device)).to(torch.bfloat16)
+    given = {"quantize": quantize, "out_dtype": torch.float32 if layer.is_float else torch.bfloat16, **options}
+    if layer.groups > 1:
+        groups = weight.view(layer.groups, layer.rows, layer.channels)
+        return lambda: grouped_linear_decode(x, groups, scale, **given)  # type: ignore[arg-type]
+    return lambda: linear_decode(x[:, 0], weight, scale, norm=norm, offset=offset, **given)  # type: ignore[arg-type]

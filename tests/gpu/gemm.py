@@ -1,0 +1,191 @@
+"""Linear layers at the model's sizes, compiled, against float64 sums on the same device.
+
+    python -m tests.gpu.gemm [--device cuda]     from the repository's root; exit code 1 if a case fails
+
+Every tile of the table and others, one token to 4,096, e4m3, bf16 and float32, grouped, normed, cut, quantised; graph
+replay with other inputs in the same buffers. Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parent.parent
+# Tiles beside those of the table. few: KS, RS, R, DEPTH, SPLIT.   many: rows, columns, bytes, split, warps, stages.
+FEW_DESIGNS = [(8, 1, 1, 4, 1), (4, 2, 1, 2, 1), (4, 1, 2, 1, 4), (2, 2, 2, 3, 2), (16, 1, 1, 1, 3), (1, 4, 1, 4, 1)]
+MANY_DESIGNS = [(64, 16, 128, 4, 4, 3), (128, 32, 128, 2, 8, 4), (128, 128, 64, 1, 8, 3), (64, 64, 64, 3, 4, 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer [groups, rows, channels] and `tokens` tokens."""
+
+    tokens: int
+    rows: int
+    channels: int
+    dtype: str = "float8_e4m3fn"
+    x_dtype: str = "bfloat16"
+    out_dtype: str = "float32"
+    groups: int = 0
+    offset: tuple[int, int] = (0, 0)
+    normed: bool = False
+    quantize: bool = False
+    gap: int = 0
+    few: int | None = None
+    many: int | None = None
+
+    def __str__(self) -> str:
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        extra = [f"{name}={value}" for name, value in vars(self).items() if value != plain[name]][3:]
+        return f"B={self.tokens} {self.rows} x {self.channels} {' '.join(extra)}"
+
+
+def cases_of(*, small: bool = False) -> list[Case]:
+    """Return all cases; small: few and tiny ones, for the interpreter."""
+    if small:
+        return [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0)]
+    batches = (1, 5, 8, 9, 16, 17, 33, 64, 100, 256)
+    return [
+        *(Case(tokens, 8192, 1024, normed=True) for tokens in batches),
+        *(Case(tokens, 4096, 2048) for tokens in batches),
+        *(Case(tokens, 1024, 4096, groups=2) for tokens in (1, 16, 64, 256)),
+        *(Case(tokens, 1536, 4096, out_dtype="bfloat16") for tokens in (1, 16, 64)),
+        *(Case(tokens, 4096, 512, gap=64) for tokens in (1, 64)),
+        *(Case(tokens, 2624, 4096, dtype="bfloat16") for tokens in (1, 16, 64, 256)),
+        *(Case(tokens, 256, 4096, dtype="bfloat16") for tokens in (1, 64)),
+        *(Case(tokens, 4099, 4096, dtype="bfloat16", x_dtype="float32", normed=True) for tokens in (1, 16, 64)),
+        *(Case(tokens, 24, 16384, dtype="float32", x_dtype=x) for tokens in (1, 64) for x in ("bfloat16", "float32")),
+        *(Case(tokens, 640, 192, offset=offset) for tokens in (3, 64) for offset in ((64, 64), (17, 80), (127, 5))),
+        *(Case(tokens, 300, 1000) for tokens in (3, 64)),
+        *(Case(tokens, 20, 64) for tokens in (1, 64)),
+        *(Case(tokens, 4096, 2048, quantize=True) for tokens in (1, 64, 300)),
+        Case(17, 1024, 4096, groups=2, quantize=True),
+        *(Case(tokens, 2048, 1024) for tokens in (512, 4096)),
+        Case(4096, 1024, 1024, dtype="bfloat16"),
+        *(Case(tokens, 1040, 2048, few=i) for tokens in (1, 16) for i in range(len(FEW_DESIGNS))),
+        *(Case(tokens, 1040, 2048, many=i) for tokens in (3, 64) for i in range(len(MANY_DESIGNS))),
+        *(Case(9, 1040, 2048, few=i, normed=True) for i in range(len(FEW_DESIGNS))),
+        *(Case(9, 1040, 2048, few=i, dtype="bfloat16") for i in range(len(FEW_DESIGNS))),
+    ]
+
+
+def make(case: Case, device: str, *, seed: int = 0):
+    """Return the case's inputs."""
+    return _module().make_case(
+        case.tokens, case.rows, case.channels, dtype=getattr(torch, case.dtype), x_dtype=getattr(torch, case.x_dtype),
+        offset=case.offset, groups=case.groups, normed=case.normed, quantize=case.quantize, gap=case.gap, seed=seed,
+        device=device,
+    )  # fmt: skip
+
+
+def fault_of(case: Case, device: str) -> str:
+    """Return what is wrong, "" if nothing."""
+    made = make(case, device)
+    options = {"out_dtype": getattr(torch, case.out_dtype)}
+    if case.few is not None:
+        options["tile"] = _module().few_tile(*FEW_DESIGNS[case.few])
+    if case.many is not None:
+        options["tile"] = _module().many_tile(*MANY_DESIGNS[case.many])
+    fault = str(made.fault(**options))
+    again = made.run(**options), made.run(**options)
+    return fault or ("" if torch.equal(*again) else "two calls give different bits")
+
+
+def replay_fault(device: str) -> str:
+    """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all.
+
+    Layers in a chain, each on the output of the one before, so that one that does not wait for it is found out.
+    """
+    for tokens in (1, 16, 64):
+        layers = [
+            make(Case(tokens, *shape, **options), device, seed=i)
+            for i, (shape, options) in enumerate(
+                [((1536, 2048), {}), ((2048, 1536), {"normed": True}), ((2048, 2048), {"dtype": "bfloat16"})] * 3
+            )
+        ]
+
+        def chain(x: torch.Tensor, layers=layers) -> torch.Tensor:
+            for layer in layers:
+                layer.x = x
+                x = layer.run() * 0.01
+            return x
+
+        first, other = (make(Case(tokens, 16, 2048), device, seed=seed).x for seed in (8, 9))
+        x = first.clone()
+        chain(x)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for source in (first, other, first):
+            x.copy_(source)
+            graph.replay()
+            torch.cuda.synchronize()
+            wanted = chain(x)
+            if not torch.equal(out, wanted):
+                return f"{tokens} tokens: replay differs by {(out - wanted).abs().max():.2e}"
+    return ""
+
+
+def _module():
+    """Import the cases, which are no package, under a name of their own."""
+    name = "gemm_cases"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def main() -> int:
+    """Run all cases and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
+    args = parser.parse_args()
+    from kernels.triton_env import INTERPRETED
+
+    if INTERPRETED:
+        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
+        interp = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(interp)
+        interp.repair()
+    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
+    if args.device == "cuda":
+        jobs.insert(0, ("graph replay of a chain", functools.partial(replay_fault, args.device)))
+    faults = 0
+    # Most of the time goes into compiling, one kernel at a time in each process.
+    with _pool(1 if INTERPRETED else args.jobs) as pool:
+        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
+            print(f"{fault or 'ok':<6} linear {name}", flush=True)
+            faults += bool(fault)
+    print(f"{len(jobs)} cases, {faults} failed")
+    return 1 if faults else 0
+
+
+def _run(job: Callable[[], str]) -> str:
+    try:
+        return job()
+    except Exception as error:  # a case that can't run has failed; the others go on
+        return f"{type(error).__name__}: {error}"
+
+
+def _pool(jobs: int) -> concurrent.futures.Executor:
+    if jobs == 1:
+        return concurrent.futures.ThreadPoolExecutor(1)
+    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
