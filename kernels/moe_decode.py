@@ -59,7 +59,7 @@ def experts_decode(
     limit: float,
     add: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
-    tiles: tuple[Sequence[Tile], Sequence[Tile]] | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """Return [T, H] of `out_dtype`: the weighted sum of each token's experts, 0 for padding, plus add.
 
@@ -84,9 +84,9 @@ def experts_decode(
     if not tokens:
         return out
     arch = arch_of(routing.x.device)
-    first, last = tiles or (tiles_for(UP, arch, tokens), tiles_for(DOWN, arch, tokens))
-    between = first_products(routing, w13, limit=limit, tiles=first)
-    parts = last_product(routing, between, w2, tiles=last)
+    first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
+    between = first_products(routing, w13, limit=limit, tile=first)
+    parts = last_product(routing, between, w2, tile=last)
     pdl, launch = _pdl(routing.x.device)
     sum_kernel[(tokens, -(-hidden // _SUM_BLOCK))](
         out, parts, routing.ids, routing.rank, routing.first, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl, num_warps=4, num_stages=1,
@@ -95,56 +95,47 @@ def experts_decode(
     return out
 
 
-def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tiles: Sequence[Tile]) -> Tensor:
+def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: Tile) -> Tensor:
     """Return h [N, I] f16, rows in routing's order; those beyond its last row are not written.
 
-    tiles: of the experts with many rows if there can be any, and then of those with few. A row's channels are in the
-    order of to_products if its expert has many, else of to_pieces.
+    A row's channels are in the order of to_products if its expert has many rows, else of to_pieces.
     """
     inner, rows, device = w13.rows // 2, routing.rows, routing.x.device
     between = torch.empty((rows, inner), dtype=torch.float16, device=device)
-    sizes = {"H": w13.channels, "INNER": inner}
-    for i, tile in enumerate(tiles):
-        split = fit(tile, w13)["SPLIT"]
-        shares = torch.empty((split, rows, w13.rows), device=device) if split > 1 else None
-        counters = _counters(device, rows // (MANY + 1) * (w13.rows // 16)) if split > 1 else None
-        x = routing.x_many if tile.constants["NB"] else routing.x
-        given = (between, x, w13.codes, w13.scales, w13.factors, routing.token, routing.weight, routing.active)
-        given = (*given, shares, counters, rows, rows * w13.rows, limit)
-        _launch(up_kernel, given, w13, tile, rows=rows, sizes={**sizes, "SPLIT": split}, SECOND=i > 0)
+    cut = fit(tile, w13)
+    shares = counters = None
+    if cut["NB"] and cut["SPLIT"] > 1:
+        shares = torch.empty((cut["SPLIT"], rows, w13.rows), device=device)
+        counters = _counters(device, rows // (MANY + 1) * (w13.rows // 16))
+    given = (between, routing.x, routing.x_many, w13.codes, w13.scales, w13.factors, routing.token, routing.weight)
+    given = (*given, routing.active, shares, counters, rows, rows * w13.rows, limit)
+    _launch(up_kernel, given, w13, tile, rows=rows, H=w13.channels, INNER=inner, **cut)
     return between
 
 
-def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tiles: Sequence[Tile]) -> Tensor:
+def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: Tile) -> Tensor:
     """Return h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
     parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
     given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
-    sizes = {"H": w2.rows, "INNER": w2.channels}
-    for i, tile in enumerate(tiles):
-        order = {"FIRST": i < len(tiles) - 1, "SECOND": i > 0}
-        _launch(down_kernel, given, w2, tile, rows=routing.rows, sizes=sizes, **order)
+    cut = fit(tile, w2)
+    del cut["SPLIT"]
+    _launch(down_kernel, given, w2, tile, rows=routing.rows, H=w2.rows, INNER=w2.channels, **cut)
     return parts
 
 
 def _launch(
-    kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, sizes: dict[str, int],
-    **order: bool,
+    kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, **cut: int
 ) -> None:  # fmt: skip
-    cut = fit(tile, weights)
-    split = cut.pop("SPLIT")
-    most = rows // (MANY + 1) if cut["NB"] else min(weights.experts, rows)  # experts that can have such rows
+    warps, tiles = cut["KS"] * cut["RS"], weights.rows // 16
+    programs = min(weights.experts, rows) * (tiles // (cut["R"] * cut["RS"]))
+    if cut["NB"]:
+        programs += rows // (MANY + 1) * (tiles // (cut["MANY_R"] * warps)) * cut.get("SPLIT", 1)
     pdl, launch = _pdl(weights.codes.device)
     limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
-    kernel[(max(1, most * (weights.rows // (16 * cut["R"] * cut["RS"])) * split),)](
-        *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **sizes, **cut, **order,
-        num_warps=cut["KS"] * cut["RS"], num_stages=tile.num_stages, **limit, **launch,
+    kernel[(programs,)](
+        *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **cut,
+        num_warps=warps, num_stages=tile.num_stages, **limit, **launch,
     )  # fmt: skip
-
-
-def tiles_for(op: str, arch: str, tokens: int) -> tuple[Tile, ...]:
-    """Return the table's tiles for experts with many rows, if there can be any, and for those with few."""
-    few = tile_for(op, arch, tokens=tokens)
-    return (tile_for(f"{op}_many", arch), few) if tokens > MANY else (few,)
 
 
 def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
@@ -156,8 +147,9 @@ def fit(tile: Tile, weights: ExpertWeights) -> dict[str, int]:
     """Return the kernel's constants for a matrix, smaller than the tile's where it does not divide the matrix.
 
     R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   S: steps of
-    64 channels at once.   PAIR_S: the same for 9 to 16 rows of an expert, or 0.   NB: rows at once, in eights, for the
-    experts with many; 0: for the others.   SPLIT: programs that share the channels, where NB is not 0.
+    64 channels at once.   PAIR_S: the same for 9 to 16 rows of an expert, or 0 where none has them.
+    Where an expert may have more: NB: rows at once, in eights, else 0.   MANY_R: tiles a warp, all of which take
+    different rows.   MANY_S: steps at once.   SPLIT: programs that share the channels.
     """
     return _fit(tile, rows=weights.rows, channels=weights.channels, packed=weights.packed_steps)
 
@@ -165,12 +157,15 @@ def fit(tile: Tile, weights: ExpertWeights) -> dict[str, int]:
 def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]:
     c = {name: value for name, value in tile.constants.items() if name != "REGISTERS"}
     steps, tiles = channels // 64, rows // 16
-    c["KS"], c["SPLIT"] = math.gcd(c["KS"], steps), math.gcd(c["SPLIT"], steps)
-    share = math.gcd(packed, steps // (c["KS"] * c["SPLIT"]))
-    c |= {name: math.gcd(c[name], share) for name in ("S", "PAIR_S") if c[name]}
     c["RS"] = math.gcd(c["RS"], tiles)
     c["R"] = math.gcd(c["R"], tiles // c["RS"])
-    return c
+    c["KS"] = math.gcd(c["KS"], steps)
+    if c["NB"]:
+        c["KS"] = math.gcd(c["KS"], tiles // c["RS"])
+        c["MANY_R"] = math.gcd(c["MANY_R"], tiles // (c["KS"] * c["RS"]))
+        c["SPLIT"] = math.gcd(c["SPLIT"], steps)
+        c["MANY_S"] = math.gcd(c["MANY_S"], packed, steps // c["SPLIT"])
+    return c | {name: math.gcd(c[name], packed, steps // c["KS"]) for name in ("S", "PAIR_S") if c[name]}
 
 
 @functools.cache
@@ -191,12 +186,9 @@ def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate."""
     found: dict[str, Variant] = {}
     for op in (UP, DOWN):
-        for tiles in (tiles_for(op, arch, tokens) for tokens in _TOKENS):
-            for i, tile in enumerate(tiles):
-                order = {"SECOND": i > 0} | ({"FIRST": i < len(tiles) - 1} if op == DOWN else {})
-                for fmt in FORMATS:
-                    variant = _variant(op, fmt, tile, order)
-                    found.setdefault(repr((op, variant.constants, variant.maxnreg)), variant)
+        for tile in (tile_for(op, arch, tokens=tokens) for tokens in _TOKENS):
+            for fmt in FORMATS:
+                found.setdefault(f"{op} {fmt} {id(tile)}", _variant(op, fmt, tile))
     for out, add in _SUMS:
         signature = {"out_ptr": out, "part_ptr": "*fp32", "ids_ptr": "*i32", "rank_ptr": "*i32", "first_ptr": "*i32"}
         signature |= {"add_ptr": add} if add else {}
@@ -206,18 +198,20 @@ def variants(arch: str) -> list[Variant]:
     return list(found.values())
 
 
-def _variant(op: str, fmt: str, tile: Tile, order: dict[str, bool]) -> Variant:
+def _variant(op: str, fmt: str, tile: Tile) -> Variant:
     kernel, rows, channels = (up_kernel, 2 * _INNER, _HIDDEN) if op == UP else (down_kernel, _HIDDEN, _INNER)
     cut = _fit(tile, rows=rows, channels=channels, packed=4)
-    split = cut.pop("SPLIT")
+    fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True, **cut}
     signature = dict.fromkeys(kernel.arg_names, "*i32")
-    signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "part_ptr": "*fp32", "weight_ptr": "*fp32"}
-    signature |= {"scales_ptr": "*i16", "factors_ptr": "*fp32", "limit": "fp32", "capacity": "i32"}
-    signature |= {"share_ptr": "*fp32", "share_size": "i32"}
-    fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True}
-    fixed |= cut | order
-    if op == UP:
-        fixed |= {"SPLIT": split} | ({} if split > 1 else {"share_ptr": None, "counter_ptr": None})
+    signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "x_many_ptr": "*fp16", "scales_ptr": "*i16"}
+    signature |= dict.fromkeys(("part_ptr", "weight_ptr", "factors_ptr", "share_ptr"), "*fp32")
+    signature |= {"limit": "fp32", "capacity": "i32", "share_size": "i32"}
+    if op == DOWN:
+        del fixed["SPLIT"]
+    elif not cut["NB"]:
+        fixed["x_many_ptr"] = None
+    if op == UP and not (cut["NB"] and cut["SPLIT"] > 1):
+        fixed |= {"share_ptr": None, "counter_ptr": None}
     return Variant(
         op,
         kernel,
@@ -226,6 +220,6 @@ def _variant(op: str, fmt: str, tile: Tile, order: dict[str, bool]) -> Variant:
         cut["KS"] * cut["RS"],
         tile.num_stages,
         maxnreg=tile.constants["REGISTERS"] or None,
-        weight_columns=8 * max(1, cut["NB"]),
+        weight_columns=8,
         unaligned=("capacity", "share_size") if op == UP else (),
     )

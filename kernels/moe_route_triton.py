@@ -75,19 +75,19 @@ def route_kernel(
     e, k = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     token = tl.program_id(0)
     if token >= tokens:
-        # 64 channels: see expert_weights.to_pieces and to_products.
-        n = (token - tokens) * (CONVERTED // 64) + tl.arange(0, CONVERTED // 64)[:, None, None, None]
-        t = tl.arange(0, 4)[None, :, None, None]
-        half = tl.arange(0, 2)[None, None, :, None]
-        i = tl.arange(0, 8)[None, None, None, :]
+        # See expert_weights.to_pieces and to_products.
+        to = (token - tokens) * CONVERTED + tl.arange(0, CONVERTED)
+        half = to // 32 % 2
+        channel = to // 64 * 64 + half * 8
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        inside = n * 64 + (t * 16 + half * 8 + i) < size
-        x = to_f16(tl.load(x_ptr + (n * 64 + t * 16 + half * 8 + i), mask=inside, other=0.0).to(tl.float32))
-        tl.store(few_ptr + (n * 64 + half * 32 + t * 8 + i), x, mask=inside)
+        x = tl.load(x_ptr + (channel + to // 8 % 4 * 16 + to % 8), mask=to < size, other=0.0).to(tl.float32)
+        tl.store(few_ptr + to, to_f16(x), mask=to < size)
         if many_ptr is not None:
-            tl.store(many_ptr + (n * 64 + half * 32 + i // 2 * 8 + t * 2 + i % 2), x, mask=inside)
+            from_pairs = channel + to // 2 % 4 * 16 + to // 8 % 4 * 2 + to % 2
+            x = tl.load(x_ptr + from_pairs, mask=to < size, other=0.0).to(tl.float32)
+            tl.store(many_ptr + to, to_f16(x), mask=to < size)
     else:
         # Written before the step began, so not waited for.
         is_real = 1

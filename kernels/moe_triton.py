@@ -78,15 +78,6 @@ _SCALES = tl.constexpr(
 
 
 @triton.jit
-def _await(WAIT: tl.constexpr):
-    """Wait for the kernel before (1), and only then let the next one begin (2); costs nothing the second time."""
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
-    if WAIT == 2:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _load_weights(
     codes_ptr, scales_ptr, row_tile, step, wanted,
     STEPS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr,
@@ -230,7 +221,7 @@ def _product(
     words, scales = _load_weights(codes_ptr, scales_ptr, row_tile, 0, True, STEPS, PACKED, S, R, KS, RS, FORMAT)
     row, live = _rows(edges, gather_ptr, NB, WAIT)
     total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
-    for step in range(0, SHARE, S):
+    for step in tl.range(0, SHARE, S, num_stages=1):
         next_words, next_scales = words, scales
         if SHARE > S:
             next_words, next_scales = _load_weights(
@@ -278,7 +269,8 @@ def _product_shared(
     )
     at = edges[0] + tl.arange(0, 8 * NB)
     live = at < edges[1]
-    _await(WAIT)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # costs nothing the second time
     row = at
     if gather_ptr is not None:
         row = tl.load(gather_ptr + at, mask=live, other=0)
@@ -301,7 +293,8 @@ def _rows(edges, gather_ptr, NB: tl.constexpr, WAIT: tl.constexpr):
     """Return rows [8, NB] of the activations of routed rows from the first edge on, and which are before the second."""
     at = edges[0] + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
     live = at < edges[1]
-    _await(WAIT)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # costs nothing the second time
     row = at
     if gather_ptr is not None:
         row = tl.load(gather_ptr + at, mask=live, other=0)
@@ -414,30 +407,33 @@ def _place_share(edges, tile, ROWS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _take(
-    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, gather_ptr, active_ptr, capacity, shares,
+    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity, shares,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
-    KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, SPLIT: tl.constexpr,
-    FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+    KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr,
+    MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Do one item: R RS tiles, of ROWS / 16, of one expert, for all of its routed rows.
+    """Do one item of one expert, for all of its routed rows.
 
-    NB > 0: of the experts with many rows, 8 NB of them at once, a share of the channels. Else of the others: 16 at
-    once, PAIR_S steps at a time, if there are more than 8; PAIR_S 0: no expert has that many.
+    First come those of the experts with many rows: MANY_R KS RS tiles, of ROWS / 16, 8 NB routed rows at once, one of
+    SPLIT shares of the channels. Then those of the others: R RS tiles, 16 routed rows at once, PAIR_S steps at a time,
+    if there are more than 8. NB 0: no expert has many; PAIR_S 0: none has more than 8.
     capacity: of an expert's lists of what goes with its rows.   shares: sums [SPLIT, N, ROWS], counters, N ROWS.
     """
+    W: tl.constexpr = KS * RS
     BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
+    MANY_BLOCKS: tl.constexpr = ROWS // (16 * MANY_R * W)
     number, many = tl.load(active_ptr), tl.load(active_ptr + 1)
-    item = tl.program_id(0) // SPLIT
-    share = tl.program_id(0) % SPLIT
-    if NB == 0:
-        item += many * BLOCKS
-        last = number * BLOCKS
-    else:
-        last = many * BLOCKS
-    if item < last:
-        entry = active_ptr + 4 + (item // BLOCKS) * 4
+    item = tl.program_id(0)
+    place, block, share = item // BLOCKS, item % BLOCKS, 0
+    if NB > 0:
+        of_many = many * (MANY_BLOCKS * SPLIT)
+        if item < of_many:
+            share, block, place = item % SPLIT, item // SPLIT % MANY_BLOCKS, item // (SPLIT * MANY_BLOCKS)
+        else:
+            place, block = (item - of_many) // BLOCKS + many, (item - of_many) % BLOCKS
+    if place < number:
+        entry = active_ptr + 4 + place * 4
         expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        row_tile = (item % BLOCKS) * (R * RS)
         codes = codes_ptr + expert.to(tl.int64) * (ROWS * K // 8)
         scaled = scales_ptr + expert.to(tl.int64) * (ROWS * K // (32 if FORMAT == NVFP4 else 64))
         low = tl.load(factors_ptr + expert * (2 if UP else 1))
@@ -449,83 +445,65 @@ def _take(
             lists = expert.to(tl.int64) * capacity - first
             gather_ptr += lists
             out = (out[0], out[1] + lists, out[2])
-        if NB > 0:
+        if NB > 0 and place < many:
             _many(
-                out, weights, x_ptr, gather_ptr, edges, row_tile, shares, share, item,
-                K, COLUMNS, PACKED, S, R, RS, NB, SPLIT, FORMAT, UP, WAIT,
+                out, weights, x_many_ptr, gather_ptr, edges, block * (MANY_R * W), shares, share,
+                place * MANY_BLOCKS + block,
+                K, COLUMNS, PACKED, MANY_S, MANY_R, W, NB, SPLIT, FORMAT, UP, WAIT,
             )  # fmt: skip
-        elif PAIR_S == 0:  # noqa: SIM114 - two branches, so that the compiler never sees the third
+        elif PAIR_S > 0 and count > 8:
             _few(
-                out, weights, x_ptr, gather_ptr, edges, row_tile,
-                K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
-            )  # fmt: skip
-        elif count <= 8:
-            _few(
-                out, weights, x_ptr, gather_ptr, edges, row_tile,
-                K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
+                out, weights, x_ptr, gather_ptr, edges, block * (R * RS),
+                K, COLUMNS, PACKED, PAIR_S, R, KS, RS, 2, FORMAT, UP, WAIT,
             )  # fmt: skip
         else:
             _few(
-                out, weights, x_ptr, gather_ptr, edges, row_tile,
-                K, COLUMNS, PACKED, PAIR_S, R, KS, RS, 2, FORMAT, UP, WAIT,
+                out, weights, x_ptr, gather_ptr, edges, block * (R * RS),
+                K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
             )  # fmt: skip
-
-
-@triton.jit
-def _end(PDL: tl.constexpr):
-    """Let the kernel end only after the one before: whoever waits for it relies on all that came before.
-
-    One program is enough, and those that find nothing to do must not fill the multiprocessors waiting.
-    """
-    if PDL and tl.program_id(0) == 0:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["capacity", "share_size"])
 def up_kernel(
-    hidden_ptr, x_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, share_ptr, counter_ptr,
-    capacity, share_size, limit,
+    hidden_ptr, x_ptr, x_many_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, share_ptr,
+    counter_ptr, capacity, share_size, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
-    SECOND: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, MANY_R: tl.constexpr,
+    SPLIT: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16.
-
-    SECOND: launched by another such kernel, which had waited for routing: only its end waits for that kernel.
-    """
+    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16."""
     if PDL:
-        if not SECOND:
-            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _take(
-        (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, token_ptr, active_ptr, capacity,
-        (share_ptr, counter_ptr, share_size),
-        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, SPLIT, FORMAT, True, 0,
+        (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr, active_ptr,
+        capacity, (share_ptr, counter_ptr, share_size),
+        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, MANY_R, SPLIT, FORMAT, True, False,
     )  # fmt: skip
-    _end(PDL and SECOND)
 
 
 @triton.jit
 def down_kernel(
     part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, MANY_R: tl.constexpr,
+    FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """part[r] = hidden[r] W2^T for routed rows r, float32.
 
     The list of items is older than up_kernel, which waited for it before this kernel could be launched: it is read,
-    and the first weights are, before up_kernel has ended. FIRST: another such kernel follows, SECOND, which waits for
-    nothing but in the end: it must not be launched before up_kernel has ended.
+    and the first weights are, before up_kernel has ended.
     """
-    if PDL and not FIRST:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    WAIT: tl.constexpr = (2 if FIRST else 1) if PDL and not SECOND else 0
     _take(
-        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, None, active_ptr, 0, None,
-        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, 1, FORMAT, False, WAIT,
+        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, 0, None,
+        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, MANY_R, 1, FORMAT, False, PDL,
     )  # fmt: skip
-    _end(PDL)
+    # Whoever waits for this kernel relies on all that came before. One program is enough, and those that find nothing
+    # to do must not fill the multiprocessors waiting.
+    if PDL and tl.program_id(0) == 0:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -26,9 +26,6 @@ cases = _cases()
 make_case, tile = cases.make_case, cases.make_tile
 
 
-plain_tiles = decode.tiles_for
-
-
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
     plain = torch.empty
@@ -40,11 +37,14 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(decode.torch, "empty", empty)
 
 
+plain_tile_for = decode.tile_for
+
+
 @pytest.fixture(autouse=True)
 def one_program_an_expert(monkeypatch):
     """A program costs tens of milliseconds here: where it does not matter, one takes all rows of an expert."""
-    few, many = tile(r=4, rs=2, pair_s=1), tile(r=4, rs=2, nb=2)
-    monkeypatch.setattr(decode, "tiles_for", lambda op, arch, tokens: (many, few) if tokens > routing.MANY else (few,))
+    few, many = tile(r=4, rs=2, pair_s=1), tile(r=4, rs=2, pair_s=1, nb=2, many_r=4)
+    monkeypatch.setattr(decode, "tile_for", lambda op, arch, *, tokens: many if tokens > routing.MANY else few)
 
 
 @pytest.mark.parametrize("formats", [("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "nvfp4")], ids="-".join)
@@ -53,7 +53,7 @@ def test_every_format_and_a_mixture_equal_the_reference(formats):
 
 
 def test_the_table_has_tiles_for_every_shape(monkeypatch):
-    monkeypatch.setattr(decode, "tiles_for", plain_tiles)
+    monkeypatch.setattr(decode, "tile_for", plain_tile_for)
     for tokens in (1, 2, 9, 17):
         assert make_case(tokens, same=True, experts=2, top_k=1).fault() == ""
 
@@ -133,8 +133,8 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
         (2, tile(r=4, ks=2, rs=2, s=4), tile(r=4, ks=2, rs=4)),
         (2, tile(r=4, ks=8), tile(r=4, rs=2, s=2)),
         (9, tile(r=4, rs=2, s=4, pair_s=2), tile(r=8, ks=2, rs=2, pair_s=1)),
-        (17, tile(r=2, rs=4, s=4, nb=4), tile(r=4, rs=4, s=1, nb=1)),
-        (17, tile(r=2, rs=4, s=2, nb=2, split=4), tile(r=8, rs=4, s=2, nb=4)),
+        (17, tile(ks=2, rs=2, nb=4, many_r=2, many_s=4), tile(rs=4, nb=1, many_r=4)),
+        (17, tile(rs=4, nb=2, many_r=4, many_s=2, split=4), tile(rs=4, nb=4, many_r=8, many_s=2)),
     ],
     ids=lambda x: str(list(x.constants.values())) if hasattr(x, "constants") else str(x),
 )
@@ -142,13 +142,13 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
 def test_every_way_to_cut_equals_the_reference(fmt, tokens, first, last):
     case = make_case(tokens, hidden=512, inner=128, experts=2, top_k=2 - tokens // 17, formats=(fmt, fmt))
     case.x[1] *= 0.01
-    assert case.fault(tiles=([first], [last])) == ""
+    assert case.fault(tiles=(first, last)) == ""
 
 
 def test_sums_do_not_depend_on_the_cut_of_rows():
     case = make_case(1, hidden=128)
-    one = case.run(tiles=([tile(r=4)], [tile(r=2)]))
-    assert torch.equal(one, case.run(tiles=([tile(rs=8)], [tile(r=2, rs=4)])))
+    one = case.run(tiles=(tile(r=4), tile(r=2)))
+    assert torch.equal(one, case.run(tiles=(tile(rs=8), tile(r=2, rs=4))))
 
 
 def test_padding_tokens_get_zeros_or_what_is_added():

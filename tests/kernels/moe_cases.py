@@ -181,7 +181,7 @@ def exactness_fault(device: str = "cpu") -> str:
         for tile in designs:
             is_many = tile.constants["NB"] > 0
             active[1] = int(is_many)
-            got = last_product(routing, routing.x_many if is_many else routing.x, packed, tiles=[tile]).T
+            got = last_product(routing, routing.x_many if is_many else routing.x, packed, tile=tile).T
             wrong = (got != dequantize_experts(packed)[0]).nonzero()
             if wrong.numel():
                 at = tuple(wrong[0].tolist())
@@ -189,7 +189,9 @@ def exactness_fault(device: str = "cpu") -> str:
     return ""
 
 
-def make_tile(r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, registers=0, stages=1, split=1) -> Tile:
+def make_tile(
+    r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, many_r=1, many_s=1, split=1, registers=0, stages=1
+) -> Tile:  # fmt: skip
     """Return a tile; moe_decode.fit says what the constants mean."""
-    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "SPLIT": split}
-    return Tile(constants | {"REGISTERS": registers}, num_warps=ks * rs, num_stages=stages)
+    constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "MANY_R": many_r, "MANY_S": many_s}
+    return Tile(constants | {"SPLIT": split, "REGISTERS": registers}, num_warps=ks * rs, num_stages=stages)
