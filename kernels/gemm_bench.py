@@ -11,13 +11,15 @@ gate        scores of experts;   head: logits of float32 activations, a norm in 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.bench import Bench
 from kernels.gemm import BLOCK
 from kernels.gemm_decode import grouped_linear_decode, linear_decode
-from kernels.gpu_timer import Launch
 
 HIDDEN, QUERY, INNER, VOCABULARY = 4096, 1024, 2048, 129280
 RANKS = (1, 2, 4)
@@ -124,9 +126,8 @@ def make_launch(
     *,
     quantize: bool = False,
     offset: tuple[int, int] = (0, 0),
-    **options: object,
-) -> Launch:
-    """Return a call of the layer on random weights and activations. options: of linear_decode."""
+) -> Callable[..., Tensor]:
+    """Return a call of the layer on random weights and activations; it takes options of linear_decode."""
     draw = torch.Generator(device).manual_seed(seed)
     rows = layer.groups * layer.rows
     x = torch.randn(tokens, layer.groups, layer.channels, generator=draw, device=device)
@@ -142,8 +143,9 @@ def make_launch(
         scale = (0.5 + torch.rand(shape, generator=draw, device=device)) / 100 / layer.channels**0.5
     if layer.is_normed:
         norm = (0.5 + torch.rand(layer.channels, generator=draw, device=device)).to(torch.bfloat16)
-    given = {"quantize": quantize, "out_dtype": torch.float32 if layer.is_float else torch.bfloat16, **options}
+    given: dict[str, Any] = {"quantize": quantize, "out_dtype": torch.float32 if layer.is_float else torch.bfloat16}
     if layer.groups > 1:
         groups = weight.view(layer.groups, layer.rows, layer.channels)
-        return lambda: grouped_linear_decode(x, groups, scale, **given)  # type: ignore[arg-type]
-    return lambda: linear_decode(x[:, 0], weight, scale, norm=norm, offset=offset, **given)  # type: ignore[arg-type]
+        return lambda **options: grouped_linear_decode(x, groups, scale, **given, **options)
+    given |= {"norm": norm, "offset": offset}
+    return lambda **options: linear_decode(x[:, 0], weight, scale, **given, **options)
