@@ -1,0 +1,197 @@
+"""Hyper-connections at the model's sizes, compiled, against their formula in float64 on the same device.
+
+    python -m tests.gpu.hyper_connection [--device cuda]     from the repository's root; exit code 1 if a case fails
+
+One token to 256, padding, both dtypes of streams, the first layer and the head, other sizes, other tiles; bits that do
+not depend on the batch; graph replay of launches that follow one another at once, so that what the first launch reads
+before it waits is what the last replay has left.
+Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parent.parent
+BF16, FLOAT = torch.bfloat16, torch.float32
+TILES = [(1, 4), (2, 8), (8, 16), (4, 32)]  # warps of the first and of the second launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A sublayer's end and the next one's beginning, as make_case has them. design: which of TILES."""
+
+    tokens: int
+    n: int = 4
+    hidden: int = 4096
+    dtype: torch.dtype = BF16
+    y_dtype: torch.dtype = BF16
+    padding: int = 0
+    head: bool = False
+    iters: int = 20
+    sharp: float = 1.0
+    expanded: bool = False
+    design: int | None = None
+
+    def __str__(self) -> str:
+        flags = [name for name in ("head", "expanded") if getattr(self, name)]
+        flags += [] if self.design is None else [f"warps {TILES[self.design]}"]
+        flags += [f"{self.iters} rounds, sharp {self.sharp:g}"] if self.sharp != 1 else []
+        types = f"{self.dtype} y {self.y_dtype}".replace("torch.", "")
+        return " ".join([f"B={self.tokens}+{self.padding} {self.n} x {self.hidden} {types}", *flags])
+
+
+def cases_of(*, small: bool = False) -> list[Case]:
+    """Return all cases; small: few and tiny ones, for the interpreter."""
+    if small:
+        return [Case(3, n, 64, padding=1, head=head, iters=2) for n in (2, 4) for head in (False, True)]
+    return [
+        *(Case(tokens, y_dtype=y) for tokens in (1, 5, 16, 17, 64, 256) for y in (BF16, FLOAT)),
+        *(Case(tokens, padding=3) for tokens in (1, 15, 64)),
+        *(Case(tokens, head=True, y_dtype=FLOAT) for tokens in (1, 64)),
+        *(Case(tokens, expanded=True) for tokens in (1, 64)),
+        *(Case(9, sharp=sharp, iters=iters) for sharp, iters in ((6.0, 20), (6.0, 1), (12.0, 20))),
+        *(Case(33, n, hidden, padding=2) for n in (2, 3, 4) for hidden in (64, 192, 7168)),
+        *(Case(17, n, 512, FLOAT, FLOAT) for n in (2, 3, 4)),
+        Case(64, dtype=FLOAT, y_dtype=FLOAT),
+        *(Case(tokens, design=design) for design in range(len(TILES)) for tokens in (1, 64)),
+    ]
+
+
+def make(case: Case, device: str, *, seed: int = 0):
+    """Return the case's inputs."""
+    sizes = {name: value for name, value in dataclasses.asdict(case).items() if name not in ("tokens", "design")}
+    return _module().make_case(case.tokens, **sizes, seed=seed, device=device)
+
+
+def fault_of(case: Case, device: str) -> str:
+    """Return what is wrong, "" if nothing."""
+    made = make(case, device)
+    options = {} if case.design is None else {"tiles": _module().make_tiles(*TILES[case.design])}
+    fault = str(made.fault(**options))
+    first, second = made.run(**options), made.run(**options)
+    return fault or _bits(first, second, "two calls") or _module().spread_alone_fault(made)
+
+
+def batch_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
+    """Return whether a token has other bits in a batch than alone, "" if not."""
+    made = _module().make_case(tokens, hidden=hidden, device=device)
+    whole = made.run()
+    for at in (0, tokens // 2 + 1, tokens - 1):
+        own = slice(at, at + 1)
+        one = type(made)(made.streams[own], made.y[own], made.first, made.second, None).run()
+        part = dataclasses.replace(whole, x=whole.x[own], streams=whole.streams[own], carry=whole.carry[own])
+        if fault := _bits(one, part, f"token {at} alone and in a batch of {tokens}"):
+            return fault
+    return ""
+
+
+def replay_fault(device: str) -> str:
+    """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all."""
+    from kernels.hyper_connection_decode import spread_and_mix
+
+    for case in (Case(1), Case(16, padding=2), Case(64)):
+        made, other = make(case, device), make(case, device, seed=10)
+        head = _module().make_mixer(5, n=case.n, hidden=case.hidden, head=True, device=device)
+
+        def run(made=made, head=head):
+            first = made.run()
+            second = spread_and_mix(made.y, first, made.first, sequence=made.sequence)
+            return first, second, spread_and_mix(made.y, second, head, sequence=made.sequence)
+
+        run()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            results = run()
+        for source in (made, other, made, other):
+            made.streams.copy_(source.streams)
+            made.y.copy_(source.y)
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            wanted = run()
+            for number, (got, want) in enumerate(zip(results, wanted, strict=True)):
+                if fault := _bits(got, want, f"{case}: launch {number} replayed and called"):
+                    return fault
+        if torch.equal(made.run().x, make(case, device).run().x):
+            return f"{case}: the other inputs are the same"
+    return ""
+
+
+def _bits(a, b, what: str) -> str:
+    """Return which tensors of two results differ, "" if none."""
+    for name in ("x", "streams", "carry"):
+        one, two = getattr(a, name), getattr(b, name)
+        if name == "carry" and one is not None:
+            n = a.streams.shape[1]
+            one, two = one[:, :, :n], two[:, :, :n]
+        if one is not None and not torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0)):
+            return f"{what}: other bits in {name}"
+    return ""
+
+
+def _module():
+    """Import the cases, which are no package, under a name of their own."""
+    name = "hyper_connection_cases"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def main() -> int:
+    """Run all cases and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
+    args = parser.parse_args()
+    from kernels.triton_env import INTERPRETED
+
+    if INTERPRETED:
+        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
+        interp = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(interp)
+        interp.repair()
+    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
+    sizes = {"hidden": 64, "tokens": 17} if args.small else {}
+    jobs.insert(0, ("bits alone and in a batch", functools.partial(batch_fault, args.device, **sizes)))
+    if args.device == "cuda":
+        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
+    faults = 0
+    # Most of the time goes into compiling, one kernel at a time in each process.
+    with _pool(1 if INTERPRETED else args.jobs) as pool:
+        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
+            print(f"{fault or 'ok':<6} hyper_connection {name}", flush=True)
+            faults += bool(fault)
+    print(f"{len(jobs)} cases, {faults} failed")
+    return 1 if faults else 0
+
+
+def _run(job: Callable[[], str]) -> str:
+    try:
+        return job()
+    except Exception as error:  # a case that can't run has failed; the others go on
+        return f"{type(error).__name__}: {error}"
+
+
+def _pool(jobs: int) -> concurrent.futures.Executor:
+    if jobs == 1:
+        return concurrent.futures.ThreadPoolExecutor(1)
+    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
