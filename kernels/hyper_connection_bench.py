@@ -32,12 +32,12 @@ def sublayer_kernel(
     y_ptr, x_ptr, weight_ptr, tokens,
     H: tl.constexpr, CHANNELS: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = x times 1 or 2, as the sum of a program's weights is even or odd."""
+    """y = x times 1 or 2, as an even or odd number of a program's weights are odd."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     weights = tl.load(weight_ptr + part * WORDS + tl.arange(0, WORDS), cache_modifier=".cg")
-    factor = 1 + (tl.sum(weights) & 1)
+    factor = 1 + (tl.xor_sum(weights) & 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
