@@ -30,16 +30,6 @@ _TOKENS = tl.constexpr(TOKENS)
 
 
 @triton.jit
-def _inverse(x):
-    """Return 1 / x for x of ordinary size, one unit in the last place off at most."""
-    if _PLAIN:
-        y = 1.0 / x
-    else:
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return y
-
-
-@triton.jit
 def _quarters(x):
     """Return the four columns of x [.., .., .., 4]."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, 2)))
@@ -79,38 +69,38 @@ def _exponentials(row, eps, N: tl.constexpr):
 
 
 @triton.jit
-def _normalise(a, b, c, d, eps):
-    """Return four values divided by their sum and eps."""
-    factor = _inverse((a + b) + (c + d) + eps)
-    return a * factor, b * factor, c * factor, d * factor
+def _turned(m):
+    """Return 4 x 4 values the other way round."""
+    return m[0], m[4], m[8], m[12], m[1], m[5], m[9], m[13], m[2], m[6], m[10], m[14], m[3], m[7], m[11], m[15]
+
+
+@triton.jit
+def _normalised(m, eps):
+    """Return the rows of 4 x 4 values divided by their sums and eps."""
+    found = ()
+    for r in tl.static_range(4):
+        total = (m[4 * r] + m[4 * r + 1]) + (m[4 * r + 2] + m[4 * r + 3]) + eps
+        if _PLAIN:
+            factor = 1.0 / total
+        else:  # one unit in the last place off at most, for sums of ordinary size
+            factor = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1
+            )
+        found = found + (m[4 * r] * factor, m[4 * r + 1] * factor, m[4 * r + 2] * factor, m[4 * r + 3] * factor)
+    return found
 
 
 @triton.jit
 def _mixing_matrices(rows, eps, N: tl.constexpr, ITERS: tl.constexpr):
     """Return C[j, k] at 4 j + k, each as long as there are lanes; rows: of the carry, the logits from 1 on."""
-    a0, a1, a2, a3 = _exponentials(rows[1], eps, N)
-    b0, b1, b2, b3 = _exponentials(rows[2], eps, N)
-    # A row or column that is not there stays 0: 0 / (0 + eps).
-    c0, c1, c2, c3 = tl.zeros_like(a0), tl.zeros_like(a0), tl.zeros_like(a0), tl.zeros_like(a0)
-    d0, d1, d2, d3 = c0, c1, c2, c3
-    if N > 2:
-        c0, c1, c2, c3 = _exponentials(rows[3], eps, N)
-    if N > 3:
-        d0, d1, d2, d3 = _exponentials(rows[4], eps, N)
-    a0, b0, c0, d0 = _normalise(a0, b0, c0, d0, eps)
-    a1, b1, c1, d1 = _normalise(a1, b1, c1, d1, eps)
-    a2, b2, c2, d2 = _normalise(a2, b2, c2, d2, eps)
-    a3, b3, c3, d3 = _normalise(a3, b3, c3, d3, eps)
+    m = _exponentials(rows[1], eps, N) + _exponentials(rows[2], eps, N)
+    nothing = tl.zeros_like(m[0])  # a row or column that is not there stays 0: 0 / (0 + eps)
+    m += _exponentials(rows[3], eps, N) if N > 2 else (nothing, nothing, nothing, nothing)
+    m += _exponentials(rows[4], eps, N) if N > 3 else (nothing, nothing, nothing, nothing)
+    m = _turned(_normalised(_turned(m), eps))
     for _ in range(ITERS - 1):
-        a0, a1, a2, a3 = _normalise(a0, a1, a2, a3, eps)
-        b0, b1, b2, b3 = _normalise(b0, b1, b2, b3, eps)
-        c0, c1, c2, c3 = _normalise(c0, c1, c2, c3, eps)
-        d0, d1, d2, d3 = _normalise(d0, d1, d2, d3, eps)
-        a0, b0, c0, d0 = _normalise(a0, b0, c0, d0, eps)
-        a1, b1, c1, d1 = _normalise(a1, b1, c1, d1, eps)
-        a2, b2, c2, d2 = _normalise(a2, b2, c2, d2, eps)
-        a3, b3, c3, d3 = _normalise(a3, b3, c3, d3, eps)
-    return a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3
+        m = _turned(_normalised(_turned(_normalised(m, eps)), eps))
+    return m
 
 
 @triton.jit
