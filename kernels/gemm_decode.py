@@ -5,13 +5,12 @@
 
 Weights that read the same input are best kept as one (join_weights) and the output split: `out.split(rows, 1)` gives
 views that later kernels take as they are. A norm in front of up to FEW tokens costs no pass: its weight goes onto x,
-its factor onto the sums. Before more tokens it has a launch of its own and is rounded to x's dtype.
+its factor onto the sums. Before more tokens it has a launch of its own. What meets the weights is rounded to x's dtype.
 
-Weights are exact. x counts as it is, but up to FEW tokens, and e4m3 weights, it becomes f16: what f16 can't hold makes
-its token NaN, and what is below 2^-14 loses digits. `quantize`: e4m3 weights meet e4m3 activations, a scale per token
-and 128 channels (quant.py), as in training. Float32 weights or activations: see gemm_triton.py. Sums are float32 in a
-fixed order: equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile),
-not on what they are. A row of x that is padding gives what its values give; nothing else is read for it.
+Weights and x are exact (float32 ones: see gemm_triton.py), but for the rounding behind a norm. `quantize`: e4m3 weights
+meet e4m3 activations, a scale per token and 128 channels (quant.py), as in training. Sums are float32 in a fixed order:
+equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile), not on what
+they are. A row of x that is padding gives what its values give; nothing else is read for it.
 """
 
 from __future__ import annotations
@@ -199,7 +198,8 @@ def _launch(
     fixed: dict[str, Any] = {"ROWS": rows, "K": channels, "SHIFT": offset[1] % BLOCK, "ROW_SHIFT": offset[0]}
     fixed |= {"KIND": kind, "PDL": pdl, "num_stages": tile.num_stages, **cut} | ({"launch_pdl": True} if pdl else {})
     if few:
-        limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
+        registers = 0 if x.dtype == torch.float32 else tile.constants["REGISTERS"]
+        limit = {"maxnreg": registers} if registers else {}
         few_kernel[grid](
             out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
             x.stride(0), out.stride(0), eps, num_warps=cut["KS"] * cut["RS"], **fixed, **limit,
@@ -393,5 +393,5 @@ def _variant(
         tile.num_stages,
         tensor_ops=("QMMA",) if quantize else ("HMMA",),
         unaligned=("tokens",),
-        maxnreg=(tile.constants["REGISTERS"] or None) if few else None,
+        maxnreg=(tile.constants["REGISTERS"] or None) if few and x != "*fp32" else None,
     )

@@ -9,7 +9,7 @@ of x. No shared memory, no barrier, until the sums of warps that share channels 
 
 many_kernel: tiles in shared memory, copied in the background; before it waits it asks for its weights into L2.
 
-An e4m3 weight becomes f16 or bf16, both exact; the scale of a 128 x 128 block goes onto the sum over 128 channels, in
+An e4m3 weight becomes bf16, exactly; the scale of a 128 x 128 block goes onto the sum over 128 channels, in
 float32. A block may be cut: rows and channels of the weight then begin inside one. A float32 operand is three bf16
 whose sum it is; of their products those below 2^-24 of the largest are left out.
 
@@ -23,22 +23,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.row_load import keep, to_f16
 from kernels.triton_env import INTERPRETED
 
 FP8, BF16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _PLAIN = tl.constexpr(INTERPRETED)
 
-# Two words of four codes become eight f16. A register holds two codes of one word: see _widen.
+# Two words of four codes become eight bf16, by way of f16 and float32: four instructions for two.
 _CODES = tl.constexpr("""{
-    .reg .b16 a, b, c, d;
+    .reg .b16 a, b, c, d, low, high;
+    .reg .b32 pair;
+    .reg .f32 x, y;
     mov.b32 {a, b}, $4;
     mov.b32 {c, d}, $5;
-    cvt.rn.f16x2.e4m3x2 $0, a;
-    cvt.rn.f16x2.e4m3x2 $1, b;
-    cvt.rn.f16x2.e4m3x2 $2, c;
-    cvt.rn.f16x2.e4m3x2 $3, d;
+    cvt.rn.f16x2.e4m3x2 pair, a;
+    mov.b32 {low, high}, pair;
+    cvt.f32.f16 x, low;
+    cvt.f32.f16 y, high;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    cvt.rn.f16x2.e4m3x2 pair, b;
+    mov.b32 {low, high}, pair;
+    cvt.f32.f16 x, low;
+    cvt.f32.f16 y, high;
+    cvt.rn.bf16x2.f32 $1, y, x;
+    cvt.rn.f16x2.e4m3x2 pair, c;
+    mov.b32 {low, high}, pair;
+    cvt.f32.f16 x, low;
+    cvt.f32.f16 y, high;
+    cvt.rn.bf16x2.f32 $2, y, x;
+    cvt.rn.f16x2.e4m3x2 pair, d;
+    mov.b32 {low, high}, pair;
+    cvt.f32.f16 x, low;
+    cvt.f32.f16 y, high;
+    cvt.rn.bf16x2.f32 $3, y, x;
 }""")
 _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 
@@ -71,20 +88,22 @@ def _lane_weights(
 
 @triton.jit
 def _widen(words, W: tl.constexpr, R: tl.constexpr):
-    """Return f16 [4, 8, W, R, 2, 2, and then product 4, half 2, pair 2] of words of four e4m3 codes."""
+    """Return the left operand [W, 16 R, 128] bf16 of words of four e4m3 codes [4, 8, W, R, 2, 2, 4]."""
     if _PLAIN:
         shift = tl.arange(0, 4)[None, None, None, None, None, None, None, :] * 8
         codes = (words[:, :, :, :, :, :, :, None] >> shift) & 255
-        w = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        w = tl.reshape(w, (4, 8, W, R, 2, 2, 4, 2, 2))
+        w = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
-            _CODES, "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            _CODES, "=r,=r,=r,=r,r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
         # [.., two words 2, which code of a register 2, register of a word 2, word 2]
         w = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (4, 8, W, R, 2, 2, 2, 2, 2, 2))
-        w = tl.reshape(tl.permute(w, (0, 1, 2, 3, 4, 5, 6, 9, 8, 7)), (4, 8, W, R, 2, 2, 4, 2, 2))
+        w = tl.permute(w, (0, 1, 2, 3, 4, 5, 6, 9, 8, 7))
+    w = _left(w, W, R, 4)
+    if not _PLAIN:  # as row_load.keep
+        w = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=tl.bfloat16, is_pure=False, pack=2)
     return w
 
 
@@ -138,27 +157,15 @@ def _lane_gamma(gamma_ptr, chunk, C: tl.constexpr, K: tl.constexpr, SHIFT: tl.co
     at = ((chunk[None, None, :, None, None] * 2 + s) * 4 + t) * C - SHIFT
     v = tl.arange(0, C // V)[:, None] * V + tl.arange(0, V)[None, :]
     place = at[:, :, :, :, :, None, None] + v[None, None, None, None, None, :, :]
-    return tl.load(gamma_ptr + place, mask=(place >= 0) & (place < K), other=0.0).to(tl.float32)
+    return tl.load(gamma_ptr + place, mask=(place >= 0) & (place < K), other=0.0)
 
 
 @triton.jit
 def _multiply(w, x, W: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, KIND: tl.constexpr):
-    """Return [W, 16 R, 8 NB] float32: what _lane_weights gave times what _lane_tokens gave."""
+    """Return [W, 16 R, 8 NB] float32: what _lane_weights gave (FP8: _widen) times what _lane_tokens gave."""
     P: tl.constexpr = 4 if KIND == FP8 else (2 if KIND == BF16 else 1)
     total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
-    if KIND == FP8:
-        left = keep(_left(_widen(w, W, R), W, R, P))
-        total = tl.dot(left, _right(to_f16(x), W, NB, P), total)
-    elif KIND == BF16:
-        left = _left(w, W, R, P)
-        if x.dtype == tl.bfloat16:
-            total = tl.dot(left, _right(x, W, NB, P), total)
-        else:
-            a, b, c = _thirds(x)
-            total = tl.dot(left, _right(c, W, NB, P), total)
-            total = tl.dot(left, _right(b, W, NB, P), total)
-            total = tl.dot(left, _right(a, W, NB, P), total)
-    else:
+    if KIND == FP32:
         u, v, z = _thirds(w)
         if x.dtype == tl.bfloat16:
             right = _right(x, W, NB, P)
@@ -173,7 +180,28 @@ def _multiply(w, x, W: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, KIND: tl
             total = tl.dot(_left(v, W, R, P), _right(a, W, NB, P), total)
             total = tl.dot(_left(u, W, R, P), _right(b, W, NB, P), total)
             total = tl.dot(_left(u, W, R, P), _right(a, W, NB, P), total)
+    else:
+        left = w if KIND == FP8 else _left(w, W, R, P)
+        if x.dtype == tl.bfloat16:
+            total = tl.dot(left, _right(x, W, NB, P), total)
+        else:
+            a, b, c = _thirds(x)
+            total = tl.dot(left, _right(c, W, NB, P), total)
+            total = tl.dot(left, _right(b, W, NB, P), total)
+            total = tl.dot(left, _right(a, W, NB, P), total)
     return total
+
+
+@triton.jit
+def _weigh(x, gamma, squares):
+    """Return x times the norm's weight, rounded to x's dtype, and squares plus those of x over all but its lanes."""
+    wide = x.to(tl.float32)
+    squares += tl.sum(tl.sum(tl.sum(wide * wide, 6), 5), 4)
+    if _PLAIN or x.dtype == tl.float32:
+        x = (wide * gamma.to(tl.float32)).to(x.dtype)
+    else:
+        x *= gamma.to(x.dtype)
+    return x, squares
 
 
 @triton.jit
@@ -258,10 +286,12 @@ def few_kernel(
         for d in tl.static_range(DEPTH):
             x = tokens_here[d]
             if gamma_ptr is not None:
-                x = x.to(tl.float32)
-                squares += tl.sum(tl.sum(tl.sum(x * x, 6), 5), 4)
-                x *= _lane_gamma(gamma_ptr, chunk + (step + d) * KS, C, K, SHIFT, x.shape[6])
-            sums = _multiply(weights[d], x, W, R, NB, KIND)
+                gamma = _lane_gamma(gamma_ptr, chunk + (step + d) * KS, C, K, SHIFT, x.shape[6])
+                x, squares = _weigh(x, gamma, squares)
+            left = weights[d]
+            if KIND == FP8:
+                left = _widen(left, W, R)
+            sums = _multiply(left, x, W, R, NB, KIND)
             if KIND == FP8:
                 sums *= scales[d][:, :, None]
             total += sums

@@ -91,6 +91,7 @@ def _experts(
     nb: int = 0,
     many_r: int = 1,
     many_s: int = 1,
+    ahead: int = 4,
     split: int = 1,
     registers: int = 0,
     stages: int = 1,
@@ -98,7 +99,8 @@ def _experts(
 ) -> Tile:
     """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
     constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s}
-    constants |= {"NB": nb, "MANY_R": many_r, "MANY_S": many_s, "SPLIT": split, "REGISTERS": registers}
+    constants |= {"NB": nb, "MANY_R": many_r, "MANY_S": many_s, "AHEAD": ahead, "SPLIT": split}
+    constants["REGISTERS"] = registers
     return Tile(constants, num_warps=ks * rs, num_stages=stages, upto=upto)
 
 
@@ -121,6 +123,12 @@ def _linear(
     return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
 
 
+def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: int) -> Tile:
+    """A tile of the gate; moe_gate._constants says what the constants mean. converted: activations of a program."""
+    constants = {"KS": ks, "SPLIT": split, "NB": nb, "CONVERTED": converted}
+    return Tile(constants, num_warps=ks, num_stages=1, upto=upto)
+
+
 def _sampling(r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 32) -> Tile:
     """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps."""
     constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose}
@@ -130,8 +138,20 @@ def _sampling(r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: in
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # row_bytes: of a row of weights.   mib: of all weights.
     "linear_few": {
-        "sm_120": (_few(4, row_bytes=1024), _few(8, row_bytes=2048), _few(16, row_bytes=4096), _few(16, depth=4)),
-        "sm_90": (_few(4, row_bytes=1024), _few(8, row_bytes=2048), _few(16, row_bytes=4096), _few(16, depth=4)),
+        "sm_120": (
+            _few(8, r=2, depth=1, row_bytes=1024),
+            _few(8, row_bytes=2048),
+            _few(8, depth=4, registers=128, row_bytes=4096, tokens=8),
+            _few(16, row_bytes=4096),
+            _few(16, depth=4),
+        ),
+        "sm_90": (
+            _few(8, r=2, depth=1, row_bytes=1024),
+            _few(8, row_bytes=2048),
+            _few(8, depth=4, registers=128, row_bytes=4096, tokens=8),
+            _few(16, row_bytes=4096),
+            _few(16, depth=4),
+        ),
     },
     "linear_many": {
         "sm_120": (
@@ -172,31 +192,36 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _experts(1, ks=4, registers=88, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, ks=2, rs=2, pair_s=2, nb=4, split=4, registers=128, stages=3),
+            _experts(2, ks=2, rs=2, pair_s=2, nb=4, split=4, registers=128, stages=2),
         ),
         "sm_90": (
             _experts(1, ks=4, registers=80, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, ks=2, rs=2, pair_s=2, nb=8, split=4, registers=128, stages=3, tokens=128),
-            _experts(2, rs=4, pair_s=2, nb=8, split=4, registers=128, stages=3),
+            _experts(2, ks=2, rs=2, pair_s=2, nb=8, split=4, registers=128, stages=2, tokens=128),
+            _experts(2, rs=4, pair_s=2, nb=8, split=4, registers=128, stages=2),
         ),
     },
     "moe_down": {
         "sm_120": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=104, tokens=16),
-            _experts(2, rs=4, pair_s=2, nb=4, registers=120, stages=3),
+            _experts(2, rs=4, pair_s=2, nb=4, registers=120, stages=2),
         ),
         "sm_90": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, rs=4, pair_s=2, nb=8, registers=120, stages=3),
+            _experts(2, rs=4, pair_s=2, nb=8, registers=120, stages=2),
         ),
     },
     # W: warps, 16 channels each; the same for any number of tokens, or a token's sums would depend on it.
     "hyper_spread": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
     "hyper_finish": {"sm_120": (Tile({"W": 16}, num_warps=16),), "sm_90": (Tile({"W": 16}, num_warps=16),)},
+    # The last one is for groups of 32 tokens; each needs a place in moe_gate.variants.
+    "moe_gate": {
+        "sm_120": (_gate(4, 8, tokens=8), _gate(8, 2, tokens=64), _gate(8, 1, nb=2)),
+        "sm_90": (_gate(4, 8, tokens=8), _gate(8, 2, tokens=64), _gate(8, 1, nb=2)),
+    },
     # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},
     "cache_write": {

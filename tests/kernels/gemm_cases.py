@@ -8,7 +8,7 @@ import math
 import torch
 
 from kernels.gemm import dequantize_slice
-from kernels.gemm_decode import FEW, grouped_linear_decode, linear_decode, quantize_rows
+from kernels.gemm_decode import grouped_linear_decode, linear_decode, quantize_rows
 from kernels.quant import dequantize_e4m3
 from kernels.tiles import Tile
 
@@ -51,7 +51,7 @@ class Case:
         """Return how the sums differ from the reference, "" if not.
 
         Errors are counted against the largest sum. Exact products: float32 sums of thousands of them, whose additions
-        the tensor cores cut off. x in f16 or, normed, in bf16: 2^-12 or 2^-9 of each product, at random.
+        the tensor cores cut off. Behind a norm bf16 rounds each product by 2^-9 at most, at random.
         """
         out_dtype = options.pop("out_dtype", torch.float32)
         got, wanted = self.run(out_dtype=out_dtype, **options).double(), self.expect()
@@ -62,10 +62,8 @@ class Case:
         bound = 2e-5
         if self.quantize:  # the tensor cores of sm_90 sum e4m3 products with fewer digits
             bound = 2e-3
-        elif self.norm is not None and self.x.dtype == torch.bfloat16 and self.x.shape[0] > FEW:
+        elif self.norm is not None and self.x.dtype == torch.bfloat16:
             bound = 5e-3
-        elif self.weight.dtype == FP8 and (self.norm is not None or self.x.dtype == torch.float32):
-            bound = 1e-3
         if out_dtype == torch.bfloat16:
             bound += 2**-8
         return "" if error < bound else f"off by {error:.2e} of the largest, {float(size):.3g}; bound {bound:.1e}"
