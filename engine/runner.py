@@ -28,6 +28,7 @@ from engine.grammar import Grammars
 from engine.model.config import load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
+from engine.model.moe import packs_experts
 from engine.model.weights import load_weights
 from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStep, StepPlan
 from engine.rollback import Rollback
@@ -89,7 +90,14 @@ class ModelRunner:
 
     def load(self, progress: Callable[[str], None] | None = None) -> None:
         """Read the weights; `progress` gets a line of text now and then. Raises WeightsError."""
-        loaded = load_weights(self.config.model, self.model_config, dtype=DTYPES[self.config.dtype], progress=progress)
+        loaded = load_weights(
+            self.config.model,
+            self.model_config,
+            dtype=DTYPES[self.config.dtype],
+            device=self.device,
+            packs_experts=packs_experts(self.device),
+            progress=progress,
+        )
         tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}
         self._model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do

@@ -160,7 +160,7 @@ def nvfp4_from_mxfp4(codes: Tensor, scales: Tensor, *, parts: int, name: str) ->
     if bool(lost.any()):
         expert = int(lost.flatten(1).any(1).nonzero()[0])
         raise ValueError(
-            f"{name}: expert {expert} has mxfp4 scales {-int(below[lost].min())} powers of two apart; nvfp4 holds "
+            f"{_which(name, expert, lost)} has mxfp4 scales {-int(below[lost].min())} powers of two apart; nvfp4 holds "
             f"{NVFP4_SPAN} without loss: keep this tensor as mxfp4"
         )
     scale = torch.where(is_zero, 0.0, torch.exp2((below + 8).double())).to(torch.float8_e4m3fn)
@@ -202,10 +202,14 @@ def _mxfp4_factors(codes: Tensor, byte: Tensor, *, parts: int, name: str) -> Ten
     if bool(lost.any()):
         expert, part = (int(i) for i in lost.nonzero()[0])
         raise ValueError(
-            f"{name}: expert {expert} has mxfp4 scales from 2^{int(low[expert, part]) - 127} to "
+            f"{_which(name, expert, lost)} has mxfp4 scales from 2^{int(low[expert, part]) - 127} to "
             f"2^{int(top[expert, part]) - 127}; the kernels hold a span of {MXFP4_SPAN} powers of two, above 2^-127"
         )
     return torch.exp2((top - 127).double()).float()
+
+
+def _which(name: str, expert: int, of: Tensor) -> str:
+    return f"{name}: expert {expert}" if of.shape[0] > 1 else name
 
 
 def _is_zero(codes: Tensor, group: int) -> Tensor:

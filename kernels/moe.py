@@ -6,13 +6,25 @@
     expert: (weight * silu(min(x W1^T, L)) * clamp(x W3^T, -L, L)) W2^T
 
 Equal scores go to the lower expert. Layout: w13 [E, 2I, H] (rows of W1, then of W3), w2 [E, H, I]; ids, weights [T, k].
+
+Packed matrices (expert_weights.py) are dequantised in float32, a few experts at a time, those that have tokens: exact,
+and without room for a second copy, but every step pays for it. An expert of V4-Flash, a quarter of it by tensor
+parallelism 4, has 6.3 M weights, and the passes below move some 75 bytes for each: a step that hits all 256 experts of
+43 layers moves 5 TB, which takes seconds where the products of 2,048 tokens take a tenth of one. Decode steps read
+packed matrices in their kernels (moe_decode.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.expert_weights import ExpertWeights, dequantize_experts
+
+_DEQUANTISED_AT_ONCE = 8  # experts: few launches for each, and less than a gigabyte in between
 
 
 def expert_scores_reference(x: Tensor, gate: Tensor) -> Tensor:
@@ -66,31 +78,63 @@ def gated_mlp(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
     return gated_mlp_reference(x, w13, w2, limit)
 
 
-def experts_reference(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, limit: float) -> Tensor:
+def experts_reference(
+    x: Tensor,
+    w13: Tensor | ExpertWeights,
+    w2: Tensor | ExpertWeights,
+    ids: Tensor,
+    weights: Tensor,
+    limit: float,
+) -> Tensor:
     """See experts."""
     top_k = ids.shape[1]
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    counts = torch.bincount(flat, minlength=_sizes(w13)[0]).tolist()
+    hit = [expert for expert, count in enumerate(counts) if count]
     first = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=w13.shape[0]).tolist()):
-        if count:
-            picked = order[first : first + count]
-            token = picked // top_k
-            weight = weights.view(-1)[picked, None]
-            out.index_add_(0, token, gated_mlp_reference(x[token], w13[expert], w2[expert], limit, weight).float())
-        first += count
+    for expert, each13, each2 in zip(hit, _matrices(w13, hit, x.dtype), _matrices(w2, hit, x.dtype), strict=True):
+        picked = order[first : first + counts[expert]]
+        token = picked // top_k
+        weight = weights.view(-1)[picked, None]
+        out.index_add_(0, token, gated_mlp_reference(x[token], each13, each2, limit, weight).float())
+        first += counts[expert]
     return out
 
 
-def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, *, limit: float) -> Tensor:
+def experts(
+    x: Tensor,
+    w13: Tensor | ExpertWeights,
+    w2: Tensor | ExpertWeights,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    limit: float,
+) -> Tensor:
     """Return [T, H] float32: the weighted sum of the experts of each row.
 
-    x [T, H] in the weights' dtype.   w13 [E, 2I, H], w2 [E, H, I].   ids [T, k] int64; weights [T, k] float32.
+    x [T, H] in the weights' dtype.   w13 [E, 2I, H], w2 [E, H, I], each of them packed or not.   ids [T, k] int64;
+    weights [T, k] float32.
     """
-    num_experts, double, hidden = w13.shape
-    if w2.shape != (num_experts, hidden, double // 2) or x.shape[1] != hidden:
-        raise ValueError(f"rows of {x.shape[1]} channels, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}")
+    num_experts, double, hidden = _sizes(w13)
+    if _sizes(w2) != (num_experts, hidden, double // 2) or x.shape[1] != hidden:
+        raise ValueError(f"rows of {x.shape[1]} channels, w13 {_sizes(w13)}, w2 {_sizes(w2)}")
     if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)} for {x.shape[0]} rows")
     return experts_reference(x, w13, w2, ids, weights, limit)
+
+
+def _sizes(w: Tensor | ExpertWeights) -> tuple[int, ...]:
+    """Return (experts, rows, channels)."""
+    return tuple(w.shape) if isinstance(w, Tensor) else (w.experts, w.rows, w.channels)
+
+
+def _matrices(w: Tensor | ExpertWeights, hit: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the matrices of some experts in turn, packed ones in `dtype`."""
+    if isinstance(w, Tensor):
+        yield from (w[expert] for expert in hit)
+        return
+    for i in range(0, len(hit), _DEQUANTISED_AT_ONCE):
+        some = torch.tensor(hit[i : i + _DEQUANTISED_AT_ONCE], device=w.codes.device)
+        yield from dequantize_experts(w.select(some)).to(dtype)

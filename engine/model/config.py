@@ -19,6 +19,7 @@ MODEL_TYPE = "deepseek_v4"
 CSA_RATIO = 4
 HCA_RATIO = 128
 SUPPORTED_RATIOS = (0, CSA_RATIO, HCA_RATIO)
+NVFP4_GROUP = 16
 
 LayerKind = Literal["window", "csa", "hca"]
 _KINDS: dict[int, LayerKind] = {0: "window", CSA_RATIO: "csa", HCA_RATIO: "hca"}
@@ -234,12 +235,22 @@ def _layer_ratios(raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _block_size(quantization: dict[str, Any]) -> Any:
-    """Return the tile of an FP8 scale, after refusing formats that the loader can't read."""
+    """Return the tile of an FP8 scale, after refusing formats that the loader can't read.
+
+    Which experts are NVFP4 and which MXFP4 is not read from here: their scales tell (weights.py).
+    """
     method, experts = quantization.get("quant_method", "fp8"), quantization.get("moe_quant_algo")
-    if method != "fp8" or experts is not None:
+    if method != "fp8" or experts not in (None, "NVFP4"):
         raise ConfigError(
             f"config.json: quantization_config has quant_method {method!r}, moe_quant_algo {experts!r}; "
-            "the loader reads bf16, FP8 in 128x128 tiles and MXFP4 experts: take the official checkpoint"
+            "the loader reads bf16, FP8 in 128x128 tiles and MXFP4 or NVFP4 experts: take the official "
+            "checkpoint or its NVFP4 form"
+        )
+    group = quantization.get("group_size", NVFP4_GROUP)
+    if experts == "NVFP4" and group != NVFP4_GROUP:
+        raise ConfigError(
+            f"config.json: quantization_config has group_size {group!r} for NVFP4 experts; only {NVFP4_GROUP} is "
+            "implemented: export the checkpoint with it"
         )
     return quantization.get("weight_block_size") or (128, 128)
 

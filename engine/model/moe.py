@@ -1,4 +1,8 @@
-"""The feed-forward sublayer: gate, routed experts, shared expert."""
+"""The feed-forward sublayer: gate, routed experts, shared expert.
+
+There are two ways through, as in attention: steps for decode kernels route on the device and read each expert once, in
+its four bits; all others, and those whose experts are not packed, run the operations for any number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,20 @@ from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Weights
+from kernels.expert_weights import LANES, ExpertWeights, Format
+from kernels.gemm import linear
 from kernels.moe import expert_scores, experts, gated_mlp, route
+from kernels.moe_decode import experts_decode
+from kernels.moe_routing import route_tokens
+from kernels.ragged import DecodeBatch
+from kernels.triton_env import uses_triton
+
+DECODE_TOKENS = 256  # of a step; the kernels are cut for fewer rows an expert than larger ones have
+
+
+def packs_experts(device: torch.device) -> bool:
+    """Return whether experts of four bits stay packed on a device: where decode kernels run."""
+    return uses_triton(torch.empty(0, device=device))
 
 
 class MixtureOfExperts:
@@ -18,8 +35,8 @@ class MixtureOfExperts:
         self.gate = weights.pop(f"{prefix}.gate.weight")
         self.table = weights.pop(f"{prefix}.gate.tid2eid") if config.is_hash_layer(layer) else None
         self.bias = None if config.is_hash_layer(layer) else weights.pop(f"{prefix}.gate.bias")
-        self.w13 = weights.pop(f"{prefix}.experts.w13")
-        self.w2 = weights.pop(f"{prefix}.experts.w2")
+        self.w13 = _matrices(weights, f"{prefix}.experts.w13")
+        self.w2 = _matrices(weights, f"{prefix}.experts.w2")
         shared = f"{prefix}.shared_experts"
         self.shared_w13 = torch.cat([weights.pop(f"{shared}.w1.weight"), weights.pop(f"{shared}.w3.weight")])
         self.shared_w2 = weights.pop(f"{shared}.w2.weight")
@@ -29,11 +46,39 @@ class MixtureOfExperts:
             config.swiglu_limit,
         )
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """x [T, H]: normed hidden states.   token_ids [T] int64."""
+    def __call__(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch | None = None) -> Tensor:
+        """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step for decode kernels."""
+        is_packed = isinstance(self.w13, ExpertWeights) and isinstance(self.w2, ExpertWeights)
+        if decode is not None and is_packed and x.shape[0] <= DECODE_TOKENS:
+            return self._decode(x, token_ids, decode)
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
             expert_scores(x, self.gate), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
         )
         routed = experts(x, self.w13, self.w2, ids, weights, limit=self.limit)
         return routed + gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
+
+    def _decode(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch) -> Tensor:
+        assert isinstance(self.w13, ExpertWeights) and isinstance(self.w2, ExpertWeights)
+        routing = route_tokens(
+            x,
+            linear(x.float(), self.gate),
+            top_k=self.top_k,
+            scaling=self.scaling,
+            bias=self.bias,
+            table=self.table,
+            token_ids=None if self.table is None else token_ids,
+            sequence=decode.sequence,
+            is_raw=True,
+        )
+        shared = gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
+        return experts_decode(routing, self.w13, self.w2, limit=self.limit, add=shared)
+
+
+def _matrices(weights: Weights, name: str) -> Tensor | ExpertWeights:
+    """Take one matrix of all experts, as the loader has left it."""
+    if name in weights:
+        return weights.pop(name)
+    codes, scales, factors = (weights.pop(f"{name}.{field}") for field in ("codes", "scales", "factors"))
+    format: Format = "nvfp4" if scales.shape[3] == LANES["nvfp4"] else "mxfp4"
+    return ExpertWeights(format, codes, scales, factors)

@@ -1,55 +1,43 @@
-"""From safetensors to tensors the model can multiply: official names, dequantised, checked.
+"""From safetensors to tensors the model can multiply: official names, checked, dequantised but for packed experts.
 
 `tensor_specs` is the table of what a checkpoint must hold; `load_weights` reads exactly that and refuses the rest:
 anything missing, unused, misshapen or not finite is listed by name before a worker serves. `mtp.*` (drafting) is
-read past.
+read past. checkpoint.py knows how tensors are stored.
 
-Stored forms of a matrix: BF16, F16, F32; F8_E4M3 with a `.scale` per tile (128x128); I8 with two e2m1 a byte and a
-`.scale` per 32 columns (MXFP4). Scales are F8_E8M0 (read as raw exponent bytes: a numeric copy to an integer type would
-zero them) or F32. Everything is dequantised in float32 and then cast to the compute dtype.
+Routed experts may stay in four bits (expert_stacks.py). All else is dequantised in float32 and then cast to the compute
+dtype.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.model.config import CSA_RATIO, DeepSeekV4Config, shard_paths
-from kernels.quant import dequantize_block_fp8, dequantize_e2m1, ue8m0_to_scale
-
-FLOATS = ("BF16", "F16", "F32")
-SCALES = ("F8_E8M0", "U8", "F32")
-FP4_GROUP = 32
-_SHOWN = 20
-
-
-class WeightsError(ValueError):
-    """The checkpoint does not hold what the config promises. The text lists the tensors."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """What a tensor must be. matrix: any stored form, used in the compute dtype. float32: kept so. ids: int64."""
-
-    shape: tuple[int, ...]
-    kind: Literal["matrix", "float32", "ids"]
+from engine.model.checkpoint import Checkpoint, TensorSpec, UnusableTensor, WeightsError, refuse
+from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
+from kernels.expert_weights import Format
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """tensors: by official name, experts stacked as `…experts.w13` [E, 2I, H] and `…experts.w2` [E, H, I].
+    """tensors: by official name, experts as ExpertStacks has them: `…experts.w13` and `…experts.w2`, packed or not.
 
-    skipped: names of `mtp.*` tensors that were read past.   num_bytes: of `tensors`.
+    skipped: names of `mtp.*` tensors that were read past.   num_bytes: of `tensors`.   packed: formats of the experts'
+    matrices that stay in four bits, by stack.   dequantized: why others do not, where packing was asked for.
     """
 
     tensors: dict[str, Tensor]
     skipped: tuple[str, ...]
     num_bytes: int
+    packed: dict[str, Format]
+    dequantized: dict[str, str]
 
 
 def tensor_specs(c: DeepSeekV4Config) -> dict[str, TensorSpec]:
@@ -118,185 +106,70 @@ def load_weights(
     config: DeepSeekV4Config,
     *,
     dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    packs_experts: bool = False,
+    part: tuple[int, int] = (0, 1),
     progress: Callable[[str], None] | None = None,
 ) -> LoadedWeights:
-    """Return the weights of a checkpoint folder on the CPU. Raises WeightsError listing what is wrong with it."""
+    """Return the weights of a checkpoint folder. Raises WeightsError listing what is wrong with it.
+
+    device: of the routed experts; all else is on the CPU.   packs_experts: keep experts of four bits packed, as far as
+    possible.   part: (index, count) of the slice of the routed experts' inner dimension.
+    """
     say = progress or (lambda _: None)
+    try:
+        inner = InnerSlice.of(config, *part)
+    except ValueError as problem:
+        raise WeightsError(f"{folder}: {problem}") from None
     with contextlib.ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(folder), stack)
+        checkpoint = Checkpoint(Path(folder), stack)
         specs = tensor_specs(config)
         checkpoint.check_headers(specs, config)
-        loaded = _Stacks(config, dtype)
+        packings = checkpoint.packings(specs, config, inner) if packs_experts else {}
+        tensors: dict[str, Tensor] = {}
+        experts = ExpertStacks(config, inner, packings, dtype=dtype, device=torch.device(device))
         problems: list[str] = []
         for number, (shard, names) in enumerate(checkpoint.by_shard(specs), 1):
             say(f"weights: shard {number} of {checkpoint.num_shards}, {shard}")
             for name in names:
-                tensor = checkpoint.read(name, specs[name], config)
-                problem = _content_problem(name, tensor, config)
-                if problem:
-                    problems.append(problem)
-                else:
-                    loaded.put(name, tensor if specs[name].kind == "ids" else _cast(tensor, specs[name], dtype))
-        _refuse(folder, problems)
-        num_bytes = sum(t.numel() * t.element_size() for t in loaded.tensors.values())
+                try:
+                    place = split_name(name)
+                    if place is None:
+                        tensors[name] = _cast(checkpoint.read(name, specs[name], config), specs[name], dtype)
+                    elif experts.is_packed(place[0]):
+                        experts.put(name, checkpoint.four_bits(name, inner.within(place[2])))
+                    else:
+                        experts.put(name, checkpoint.read(name, specs[name], config)[inner.within(place[2])])
+                except UnusableTensor as problem:
+                    problems.append(str(problem))
+        refuse(folder, problems)
+        tensors |= experts.tensors
+        num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         skipped = tuple(sorted(n for n in checkpoint.where if n.startswith("mtp.")))
         say(f"weights: {len(specs)} tensors, {num_bytes / 1e9:.3f} GB as {str(dtype).removeprefix('torch.')}")
+        for line in _told(experts):
+            say(line)
         if skipped:
             say(f"weights: read past {len(skipped)} tensors of mtp.* (draft blocks are not used)")
-        return LoadedWeights(tensors=loaded.tensors, skipped=skipped, num_bytes=num_bytes)
-
-
-class _Checkpoint:
-    """The shards of a folder, open, and which tensor lies in which."""
-
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self.folder = folder
-        self.where: dict[str, str] = {}
-        self._shards: dict[str, Any] = {}
-        problems: list[str] = []
-        for path in shard_paths(folder):
-            try:
-                shard = stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                problems.append(f"{path.name}: can't be opened ({error})")
-                continue
-            self._shards[path.name] = shard
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                if name in self.where:
-                    problems.append(f"{name}: stored in both {self.where[name]} and {path.name}")
-                self.where[name] = path.name
-        _refuse(folder, problems)
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._shards)
-
-    def by_shard(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, list[str]]]:
-        """Yield each shard's name with the wanted tensors it holds."""
-        for shard in self._shards:
-            yield shard, [name for name in specs if self.where[name] == shard]
-
-    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return (stored dtype, shape) without reading the data."""
-        part = self._shards[self.where[name]].get_slice(name)
-        return part.get_dtype(), tuple(part.get_shape())
-
-    def check_headers(self, specs: dict[str, TensorSpec], config: DeepSeekV4Config) -> None:
-        """Raise WeightsError for tensors that are missing, superfluous, or of a wrong type or shape."""
-        problems, scales = [], set()
-        for name, spec in specs.items():
-            if name not in self.where:
-                problems.append(f"{name}: missing, wanted {list(spec.shape)}")
-                continue
-            stored, shape = self.header(name)
-            wanted, scale_shape = _stored_form(stored, spec, config)
-            if wanted is None:
-                problems.append(f"{name}: stored as {stored}, which is not a form of a {spec.kind} tensor")
-            elif shape != wanted:
-                problems.append(f"{name}: shape {list(shape)} as {stored}, wanted {list(wanted)}")
-            if scale_shape is not None:
-                scale = _scale_name(name)
-                scales.add(scale)
-                problems.extend(self._scale_problems(scale, scale_shape))
-        known = specs.keys() | scales
-        others = [n for n in self.where if n not in known and not n.startswith("mtp.")]
-        problems.extend(f"{n}: not part of this model" for n in others)
-        _refuse(self.folder, problems)
-
-    def _scale_problems(self, name: str, wanted: tuple[int, ...]) -> Iterator[str]:
-        if name not in self.where:
-            yield f"{name}: missing, its weight is quantised"
-            return
-        stored, shape = self.header(name)
-        if stored not in SCALES:
-            yield f"{name}: stored as {stored}, wanted one of {', '.join(SCALES)}"
-        if shape != wanted:
-            yield f"{name}: shape {list(shape)}, wanted {list(wanted)}"
-
-    def read(self, name: str, spec: TensorSpec, config: DeepSeekV4Config) -> Tensor:
-        """Return the tensor dequantised to float32, or as int64 ids. A bad scale comes out as NaN."""
-        tensor = self._get(name)
-        if spec.kind == "ids":
-            return tensor.to(torch.int64)
-        stored, _ = self.header(name)
-        if stored in FLOATS:
-            return tensor.float()
-        scale = self._get(_scale_name(name))
-        scale = scale.float() if scale.dtype == torch.float32 else ue8m0_to_scale(scale.view(torch.uint8))
-        # Zero, negative or subnormal scales are holes of an export: 1/scale would overflow somewhere later.
-        scale = scale.masked_fill(~(scale >= torch.finfo(torch.float32).tiny), float("nan"))
-        if stored == "I8":
-            return dequantize_e2m1(tensor, scale, FP4_GROUP)
-        return dequantize_block_fp8(tensor, scale, config.weight_block_size)
-
-    def _get(self, name: str) -> Tensor:
-        tensor: Tensor = self._shards[self.where[name]].get_tensor(name)
-        return tensor
-
-
-class _Stacks:
-    """Collects tensors, each expert straight into its place of one tensor per layer."""
-
-    def __init__(self, config: DeepSeekV4Config, dtype: torch.dtype) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._dtype = dtype
-        h, inter, n = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self._shapes = {"w13": (n, 2 * inter, h), "w2": (n, h, inter)}
-        self._inter = inter
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        prefix, found, rest = name.partition(".experts.")
-        if not found:
-            self.tensors[name] = tensor
-            return
-        expert, matrix, _ = rest.split(".")
-        stack = "w2" if matrix == "w2" else "w13"
-        key = f"{prefix}.experts.{stack}"
-        if key not in self.tensors:
-            self.tensors[key] = torch.empty(self._shapes[stack], dtype=self._dtype)
-        place = self.tensors[key][int(expert)]
-        if stack == "w13":
-            place = place[: self._inter] if matrix == "w1" else place[self._inter :]
-        place.copy_(tensor)
-
-
-def _stored_form(
-    stored: str, spec: TensorSpec, config: DeepSeekV4Config
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return (shape of the stored tensor, shape of its scale), None where there is no such form or no scale."""
-    if spec.kind == "ids":
-        return (spec.shape if stored in ("I64", "I32") else None), None
-    if stored in FLOATS:
-        return spec.shape, None
-    if spec.kind == "matrix" and stored == "F8_E4M3":
-        rows, columns = config.weight_block_size
-        return spec.shape, (-(-spec.shape[0] // rows), -(-spec.shape[1] // columns))
-    if spec.kind == "matrix" and stored == "I8" and spec.shape[1] % FP4_GROUP == 0:
-        return (spec.shape[0], spec.shape[1] // 2), (spec.shape[0], spec.shape[1] // FP4_GROUP)
-    return None, None
-
-
-def _scale_name(name: str) -> str:
-    return name.removesuffix(".weight") + ".scale"
+        return LoadedWeights(
+            tensors=tensors,
+            skipped=skipped,
+            num_bytes=num_bytes,
+            packed=experts.formats,
+            dequantized=experts.dequantized,
+        )
 
 
 def _cast(tensor: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype if spec.kind == "matrix" else torch.float32)
+    return tensor.to({"matrix": dtype, "float32": torch.float32, "ids": torch.int64}[spec.kind])
 
 
-def _content_problem(name: str, tensor: Tensor, config: DeepSeekV4Config) -> str | None:
-    if tensor.is_floating_point():
-        bad = int((~tensor.isfinite()).sum())
-        text = f"{name}: {bad} of {tensor.numel()} values are NaN or infinite, or have an unusable scale"
-        return text if bad else None
-    low, high = int(tensor.min()), int(tensor.max())
-    if low < 0 or high >= config.n_routed_experts:
-        return f"{name}: expert ids {low}..{high}, wanted 0..{config.n_routed_experts - 1}"
-    return None
-
-
-def _refuse(folder: str | Path, problems: list[str]) -> None:
-    if problems:
-        shown = "\n  ".join(problems[:_SHOWN])
-        more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise WeightsError(f"{folder}: {len(problems)} tensors don't fit config.json:\n  {shown}{more}")
+def _told(experts: ExpertStacks) -> Iterator[str]:
+    """Yield what to say about stacks that stay in four bits, and those that were to but do not."""
+    formats = collections.Counter(experts.formats.values())
+    for format, count in sorted(formats.items()):
+        yield f"weights: {count} matrices of experts stay in four bits ({format})"
+    if experts.dequantized:
+        stack, reason = next(iter(experts.dequantized.items()))
+        more = f" (and {len(experts.dequantized) - 1} more)" if len(experts.dequantized) > 1 else ""
+        yield f"weights: no decode kernels for {stack}{more}, its experts are dequantised: {reason}"

@@ -72,6 +72,20 @@ def oracle(tmp_path_factory):
     return Oracle(tmp_path_factory.mktemp("oracle"))
 
 
+@pytest.fixture
+def edit(oracle, tmp_path):
+    """Return a function (checkpoint, change) -> folder of a copy whose tensors `change` has edited in place."""
+
+    def make(name, change):
+        tensors = load_file(oracle.folder(name) / "model.safetensors")
+        change(tensors)
+        (tmp_path / "config.json").write_text(json.dumps(oracle.config(name)))
+        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def harness():
     return _module("engine_harness", HERE / "harness.py")

@@ -65,13 +65,21 @@ def test_published_schedules_are_understood(raw):
         ({"eos_token_id": 384}, "token id 384"),
         ({"eos_token_id": "end"}, "eos_token_id is 'end'"),
         ({"index_head_dim": 32}, "index_head_dim 32"),
-        ({"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}}, "NVFP4"),
+        ({"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "W4A8"}}, "moe_quant_algo 'W4A8'"),
+        ({"quantization_config": {"quant_method": "modelopt", "moe_quant_algo": "NVFP4"}}, "'modelopt'"),
+        ({"quantization_config": {"moe_quant_algo": "NVFP4", "group_size": 32}}, "group_size 32 for NVFP4"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
     ],
 )
 def test_what_can_not_be_served_is_refused_by_name(raw, change, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(raw | change)
+
+
+def test_the_published_nvfp4_variant_is_accepted(raw):
+    added = {"moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION", "group_size": 16, "ignore": ["mtp.*"]}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], **added}
+    assert parse_config(raw | {"quantization_config": quantization}).weight_block_size == (128, 128)
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "compress_ratios", "index_topk", "swiglu_limit", "rope_scaling"])

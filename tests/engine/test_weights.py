@@ -15,20 +15,6 @@ def read(folder, **options):
     return load_weights(folder, load_config(folder), **{"dtype": torch.float32, **options})
 
 
-@pytest.fixture
-def edit(oracle, tmp_path):
-    """Return a function (checkpoint, change) -> folder of a copy whose tensors `change` has edited in place."""
-
-    def make(name, change):
-        tensors = load_file(oracle.folder(name) / "model.safetensors")
-        change(tensors)
-        (tmp_path / "config.json").write_text(json.dumps(oracle.config(name)))
-        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
-        return tmp_path
-
-    return make
-
-
 @pytest.mark.parametrize("name", ["tiny", "mx"])
 def test_dequantised_weights_equal_the_oracle_s_bit_for_bit(oracle, name):
     loaded, wanted = read(oracle.folder(name)).tensors, oracle.weights(name)

@@ -1,18 +1,37 @@
-"""Steps of the whole model through the decode kernels, as on a GPU: the shortest prompt of the oracle `geo`."""
+"""Steps of the oracle `geo` through the decode kernels, as on a GPU: the whole model and its shortest prompt; layers of
+experts in both formats."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-import engine.model.attention as attention
+import pytest
 
-GEO = Path(__file__).parent.parent / "gpu/geo.py"
+import engine.model.attention as attention
+import kernels.moe_decode as moe_decode
+
+TESTS = Path(__file__).parent.parent
+
+
+def _load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+geo, geo_experts = _load("gpu_geo", TESTS / "gpu/geo.py"), _load("gpu_geo_experts", TESTS / "gpu/geo_experts.py")
+moe_cases = _load("moe_cases", TESTS / "kernels/moe_cases.py")
+
+
+@pytest.fixture(autouse=True)
+def one_program_an_expert(monkeypatch):
+    """A program costs tens of milliseconds here; one takes all rows of an expert. Other cuts: interpreted_moe.py."""
+    tile = moe_cases.make_tile(r=4, rs=4, s=4)
+    monkeypatch.setattr(moe_decode, "tile_for", lambda op, arch, *, tokens: tile)
 
 
 def test_steps_of_two_and_of_one_token_choose_as_golden(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("gpu_geo", GEO)
-    geo = sys.modules.setdefault("gpu_geo", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(geo)
     # The prompt's nine tokens run as six without kernels (the interpreter takes a second for each token), two, and one.
     monkeypatch.setattr(attention, "DECODE_TOKENS", 2)
     checkpoint = geo.write_checkpoint(tmp_path / "geo")
@@ -20,5 +39,10 @@ def test_steps_of_two_and_of_one_token_choose_as_golden(tmp_path, monkeypatch):
     assert (others, step.fault) == ([], "")
     # More than nothing, so the kernels did run. At position 7 two experts of layer 1 score alike but for 0.002, and
     # their rounding of the queries chooses the other one: 0.14 from there on.
-    assert step.reference is not None
     assert step.reference > 0
+
+
+@pytest.mark.parametrize(("formats", "layer", "tokens"), [("mxfp4", 0, 1), ("nvfp4", 2, 2)])
+def test_expert_layers_stay_close_to_float_experts(tmp_path, formats, layer, tokens):
+    layers = geo_experts.Layers(tmp_path, formats, device="cpu", dtype="float32")
+    assert layers.fault(layer, tokens) == ""
