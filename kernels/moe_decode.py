@@ -103,6 +103,8 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
     inner, rows, device = w13.rows // 2, routing.rows, routing.x.device
     between = torch.empty((rows, inner), dtype=torch.float16, device=device)
     cut = fit(tile, w13)
+    if routing.x_many is None:
+        cut["NB"] = 0
     shares = counters = None
     if cut["NB"] and cut["SPLIT"] > 1:
         shares = torch.empty((cut["SPLIT"], rows, w13.rows), device=device)
@@ -118,6 +120,8 @@ def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: 
     parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
     given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
     cut = fit(tile, w2)
+    if routing.x_many is None:
+        cut["NB"] = 0
     del cut["SPLIT"]
     _launch(down_kernel, given, w2, tile, rows=routing.rows, H=w2.rows, INNER=w2.channels, **cut)
     return parts
@@ -125,7 +129,7 @@ def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: 
 
 def _launch(
     kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, **cut: int
-) -> None:  # fmt: skip
+) -> None:
     warps, tiles = cut["KS"] * cut["RS"], weights.rows // 16
     programs = min(weights.experts, rows) * (tiles // (cut["R"] * cut["RS"]))
     if cut["NB"]:
@@ -149,7 +153,8 @@ def fit(tile: Tile, weights: ExpertWeights) -> dict[str, int]:
     R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   S: steps of
     64 channels at once.   PAIR_S: the same for 9 to 16 rows of an expert, or 0 where none has them.
     Where an expert may have more: NB: rows at once, in eights, else 0.   MANY_R: tiles a warp, all of which take
-    different rows.   MANY_S: steps at once.   SPLIT: programs that share the channels.
+    different rows.   MANY_S: steps at once.   AHEAD: how often as many are on their way.   SPLIT: programs that share
+    the channels.
     """
     return _fit(tile, rows=weights.rows, channels=weights.channels, packed=weights.packed_steps)
 
@@ -165,6 +170,7 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
         c["MANY_R"] = math.gcd(c["MANY_R"], tiles // (c["KS"] * c["RS"]))
         c["SPLIT"] = math.gcd(c["SPLIT"], steps)
         c["MANY_S"] = math.gcd(c["MANY_S"], packed, steps // c["SPLIT"])
+        c["AHEAD"] = math.gcd(c["AHEAD"], steps // c["SPLIT"] // c["MANY_S"])
     return c | {name: math.gcd(c[name], packed, steps // c["KS"]) for name in ("S", "PAIR_S") if c[name]}
 
 

@@ -4,7 +4,7 @@ A warp reads packed weights (layout: expert_weights.py) straight into the regist
 left operand and unpacks them there; tokens are the narrow right operand. Where an expert has up to 8 tokens, or 16, a
 warp works alone, on 16 R rows and a share of the channels, and reads the tokens into registers, too: no shared memory,
 no barrier, until the shares are summed. Where it has more, warps take different rows and share the tokens, which
-asynchronous copies bring into shared memory while weights are on their way, AHEAD steps before they are wanted.
+asynchronous copies bring into shared memory, and have more weights on their way, AHEAD steps.
 
 A word of 4 bytes becomes 4 registers of two f16: nine bit operations, since the code's bits were put where one shift
 serves four weights. A code's three magnitude bits in the low exponent and top mantissa bits of f16 are its value times
@@ -237,54 +237,47 @@ def _product(
 
 
 @triton.jit
-def _same(x):
-    """Return x, int16 or int32, as another value: Triton pipelines no loop that hands a value on as it came."""
-    if not _PLAIN:
-        if x.dtype == tl.int16:
-            x = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], dtype=tl.int16, is_pure=True, pack=1)
-        else:
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
-    return x
-
-
-@triton.jit
 def _product_shared(
     weights, x_ptr, gather_ptr, edges, row_tile, begin,
-    K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr, NB: tl.constexpr,
-    SPLIT: tl.constexpr, FORMAT: tl.constexpr, WAIT: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows; x is in the product's order.
 
-    Of the channels one of SPLIT shares, from step begin on.
+    Of the channels one of SPLIT shares, from step begin on; S steps at once, of which AHEAD are on their way. Weights
+    stay in the registers into which they were loaded: to move them would be to wait for them.
     """
     codes_ptr, scales_ptr, tops = weights[0], weights[1], weights[2]
     STEPS: tl.constexpr = K // 64
     end = begin + STEPS // SPLIT
-    words0, scales0 = _load_weights(codes_ptr, scales_ptr, row_tile, begin, True, STEPS, PACKED, S, R, 1, W, FORMAT)
-    words1, scales1 = _load_weights(
-        codes_ptr, scales_ptr, row_tile, begin + S, begin + S < end, STEPS, PACKED, S, R, 1, W, FORMAT
-    )
-    words2, scales2 = _load_weights(
-        codes_ptr, scales_ptr, row_tile, begin + 2 * S, begin + 2 * S < end, STEPS, PACKED, S, R, 1, W, FORMAT
-    )
+    words, scales = (), ()
+    for i in tl.static_range(AHEAD):
+        loaded, scale = _load_weights(
+            codes_ptr, scales_ptr, row_tile, begin + i * S, True, STEPS, PACKED, S, R, 1, W, FORMAT
+        )
+        words, scales = words + (loaded,), scales + (scale,)
     at = edges[0] + tl.arange(0, 8 * NB)
     live = at < edges[1]
     if WAIT:
-        tl.extra.cuda.gdc_wait()  # costs nothing the second time
+        tl.extra.cuda.gdc_wait()
     row = at
     if gather_ptr is not None:
         row = tl.load(gather_ptr + at, mask=live, other=0)
     x_row = x_ptr + row * K
     total = tl.zeros((16 * R * W, 8 * NB), tl.float32)
-    for step in range(begin, end, S):
-        words, scales = words0, scales0
-        words0, scales0, words1, scales1 = _same(words1), _same(scales1), _same(words2), _same(scales2)
-        words2, scales2 = _load_weights(
-            codes_ptr, scales_ptr, row_tile, step + 3 * S, step + 3 * S < end, STEPS, PACKED, S, R, 1, W, FORMAT
-        )
-        x = tl.load(x_row[:, None] + (step * 64 + tl.arange(0, 64 * S))[None, :], mask=live[:, None], other=0.0)
-        w = tl.permute(_unpack(words, scales, tops, S, R, W, FORMAT), (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
-        total = tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), tl.trans(x), total)
+    for step in range(begin, end, AHEAD * S):
+        next_words, next_scales = (), ()
+        for i in tl.static_range(AHEAD):
+            later = step + (AHEAD + i) * S
+            loaded, scale = _load_weights(
+                codes_ptr, scales_ptr, row_tile, later, later < end, STEPS, PACKED, S, R, 1, W, FORMAT
+            )
+            next_words, next_scales = next_words + (loaded,), next_scales + (scale,)
+            channel = (step + i * S) * 64 + tl.arange(0, 64 * S)
+            x = tl.load(x_row[:, None] + channel[None, :], mask=live[:, None], other=0.0)
+            w = tl.permute(_unpack(words[i], scales[i], tops, S, R, W, FORMAT), (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
+            total = tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), tl.trans(x), total)
+        words, scales = next_words, next_scales
     return tl.reshape(total, (R, W, 16, 8 * NB))
 
 
@@ -363,8 +356,8 @@ def _few(
 @triton.jit
 def _many(
     out, weights, x_ptr, gather_ptr, edges, row_tile, shares, share, item,
-    K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """As _few, R W tiles with shared tokens.
 
@@ -375,7 +368,7 @@ def _many(
     for start in range(edges[0], edges[1], 8 * NB):
         part = (start, edges[1])
         total = _product_shared(
-            weights, x_ptr, gather_ptr, part, row_tile, begin, K, PACKED, S, R, W, NB, SPLIT, FORMAT, WAIT
+            weights, x_ptr, gather_ptr, part, row_tile, begin, K, PACKED, S, AHEAD, R, W, NB, SPLIT, FORMAT, WAIT
         )
         if SPLIT > 1:
             at, live = _place_share(part, tile, 2 * COLUMNS, 8 * NB)
@@ -410,7 +403,7 @@ def _take(
     out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity, shares,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr,
-    MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+    AHEAD: tl.constexpr, MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Do one item of one expert, for all of its routed rows.
 
@@ -449,7 +442,7 @@ def _take(
             _many(
                 out, weights, x_many_ptr, gather_ptr, edges, block * (MANY_R * W), shares, share,
                 place * MANY_BLOCKS + block,
-                K, COLUMNS, PACKED, MANY_S, MANY_R, W, NB, SPLIT, FORMAT, UP, WAIT,
+                K, COLUMNS, PACKED, MANY_S, AHEAD, MANY_R, W, NB, SPLIT, FORMAT, UP, WAIT,
             )  # fmt: skip
         elif PAIR_S > 0 and count > 8:
             _few(
@@ -468,8 +461,8 @@ def up_kernel(
     hidden_ptr, x_ptr, x_many_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, share_ptr,
     counter_ptr, capacity, share_size, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, MANY_R: tl.constexpr,
-    SPLIT: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
+    MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16."""
     if PDL:
@@ -478,7 +471,7 @@ def up_kernel(
     _take(
         (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr, active_ptr,
         capacity, (share_ptr, counter_ptr, share_size),
-        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, MANY_R, SPLIT, FORMAT, True, False,
+        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, FORMAT, True, False,
     )  # fmt: skip
 
 
@@ -486,8 +479,8 @@ def up_kernel(
 def down_kernel(
     part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
-    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, MANY_R: tl.constexpr,
-    FORMAT: tl.constexpr, PDL: tl.constexpr,
+    RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
+    MANY_R: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """part[r] = hidden[r] W2^T for routed rows r, float32.
 
@@ -498,7 +491,7 @@ def down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _take(
         (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, 0, None,
-        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, MANY_R, 1, FORMAT, False, PDL,
+        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, 1, FORMAT, False, PDL,
     )  # fmt: skip
     # Whoever waits for this kernel relies on all that came before. One program is enough, and those that find nothing
     # to do must not fill the multiprocessors waiting.

@@ -133,8 +133,8 @@ def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
         (2, tile(r=4, ks=2, rs=2, s=4), tile(r=4, ks=2, rs=4)),
         (2, tile(r=4, ks=8), tile(r=4, rs=2, s=2)),
         (9, tile(r=4, rs=2, s=4, pair_s=2), tile(r=8, ks=2, rs=2, pair_s=1)),
-        (17, tile(ks=2, rs=2, nb=4, many_r=2, many_s=4), tile(rs=4, nb=1, many_r=4)),
-        (17, tile(rs=4, nb=2, many_r=4, many_s=2, split=4), tile(rs=4, nb=4, many_r=8, many_s=2)),
+        (17, tile(ks=2, rs=2, nb=4, many_r=2, many_s=2, ahead=2), tile(rs=4, nb=1, many_r=4)),
+        (17, tile(rs=4, nb=2, many_r=4, ahead=2, split=4), tile(rs=4, nb=4, many_r=8, many_s=2)),
     ],
     ids=lambda x: str(list(x.constants.values())) if hasattr(x, "constants") else str(x),
 )
