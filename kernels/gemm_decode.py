@@ -176,6 +176,8 @@ def _launch(
     tokens = x.shape[0]
     if not tokens:
         return
+    if weight.data_ptr() % 16:
+        raise ValueError(f"weight begins {weight.data_ptr() % 16} bytes behind a multiple of 16: its kernel needs one")
     rows, channels = weight.shape[0] // groups, weight.shape[1]
     kind, unit = KINDS[weight.dtype], weight.element_size()
     tile = tile or table_tile(

@@ -351,9 +351,9 @@ def many_kernel(
     inside = tl.minimum(row, ROWS - 1)
     first, last = split * SHARE, tl.minimum(split * SHARE + SHARE, STEPS)
     w_row = w_ptr + (group * ROWS + inside).to(tl.int64) * K
-    if PDL and AHEAD > 0:
+    WIDTH: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if PDL and AHEAD > 0 and K * WIDTH % 16 == 0 and SHIFT * WIDTH % 16 == 0:  # it takes whole pieces of 16 bytes
         begin = tl.maximum(first * BLOCK_K - SHIFT, 0)
-        WIDTH: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
         size = tl.minimum((tl.minimum(last * BLOCK_K - SHIFT, K) - begin) * WIDTH, AHEAD)
         if size > 0:
             address = (w_row + begin).to(tl.int64)

@@ -138,8 +138,8 @@ def _sampling(r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: in
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # row_bytes: of a row of weights.   mib: of all weights.
     "linear_few": {
-        "sm_120": (_few(8, r=2, depth=1, row_bytes=1024), _few(8, row_bytes=4096), _few(8, depth=4)),
-        "sm_90": (_few(8, r=2, depth=1, row_bytes=1024), _few(8, row_bytes=4096), _few(8, depth=4)),
+        "sm_120": (_few(8, r=2, depth=1, row_bytes=1024), _few(8)),
+        "sm_90": (_few(8, r=2, depth=1, row_bytes=1024), _few(8)),
     },
     "linear_many": {
         "sm_120": (
@@ -205,10 +205,9 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # W: warps, 16 channels each; the same for any number of tokens, or a token's sums would depend on it.
     "hyper_spread": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
     "hyper_finish": {"sm_120": (Tile({"W": 16}, num_warps=16),), "sm_90": (Tile({"W": 16}, num_warps=16),)},
-    # moe_gate.variants has a number of tokens for each.
     "moe_gate": {
-        "sm_120": (_gate(4, 8, tokens=8), _gate(8, 2, tokens=64), _gate(8, 1, nb=2)),
-        "sm_90": (_gate(4, 8, tokens=8), _gate(8, 2, tokens=64), _gate(8, 1, nb=2)),
+        "sm_120": (_gate(4, 8, tokens=8), _gate(8, 2)),
+        "sm_90": (_gate(4, 8, tokens=8), _gate(8, 2)),
     },
     # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},

@@ -182,6 +182,13 @@ def test_every_code_is_exact(tile):
     assert bool(got[~sound].isnan().all())
 
 
+def test_a_weight_that_begins_between_pieces_is_refused():
+    case = make_case(3, 20, 64)
+    case.weight = torch.zeros(20 * 64 + 8, dtype=torch.uint8)[8:].view(20, 64).view(FP8)
+    with pytest.raises(ValueError, match="8 bytes behind a multiple of 16"):
+        case.run()
+
+
 def test_counters_are_zero_again():
     case = make_case(3, 40, 512)
     for tile in (few(split=4), many(split=4)):
