@@ -1,0 +1,105 @@
+"""The gate's kernel against what is right for its tokens; scratch and outputs are NaN to begin with."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels.moe_gate as module
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+
+def _cases():
+    name = "moe_gate_cases"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    loaded = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+cases = _cases()
+make_case, tile = cases.make_case, cases.make_tile
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        x = plain(*args, **kwargs)
+        if x.device.type == "meta":
+            return x
+        return x.fill_(math.nan) if x.dtype.is_floating_point else x.fill_(-(2**30))
+
+    monkeypatch.setattr(module.torch, "empty", empty)
+
+
+@pytest.mark.parametrize("by_table", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 9, 18])
+def test_any_number_of_tokens(tokens, by_table):
+    assert make_case(tokens, by_table=by_table, padding=tokens % 3).fault(tile=tile()) == ""
+
+
+@pytest.mark.parametrize(
+    "design",
+    [tile(ks=2, split=2), tile(ks=4, split=3), tile(nb=2), tile(ks=2, split=1, nb=4), tile(ks=8, split=8)],
+    ids=lambda t: str(list(t.constants.values())),
+)
+def test_every_way_to_cut(design):
+    assert make_case(11, hidden=320, padding=1).fault(tile=design) == ""
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_the_table_has_tiles_for_every_shape(tokens):
+    assert make_case(tokens, hidden=1024, experts=33, top_k=6).fault() == ""
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(6, 2), (16, 6), (40, 1), (5, 5)])
+def test_any_number_of_experts(experts, top_k):
+    assert make_case(4, experts=experts, top_k=top_k, hidden=64).fault(tile=tile()) == ""
+
+
+def test_hidden_states_may_be_float32():
+    assert make_case(4, dtype=torch.float32).fault(tile=tile(ks=2)) == ""
+
+
+def test_experts_with_many_rows_are_listed_first():
+    case = make_case(18, same=True, bias=False)
+    assert case.fault(tile=tile()) == ""
+    assert int(case.run(tile=tile()).active[1]) > 0
+
+
+def test_equal_scores_go_to_the_lower_expert():
+    case = make_case(9, bias=False)
+    case.gate[:] = case.gate[:1]
+    assert case.run(tile=tile()).ids.tolist() == [[0, 1, 2]] * 9
+
+
+def test_counters_are_zero_again():
+    device = torch.device("cpu")
+    for tokens in (3, 20):
+        make_case(tokens).run(tile=tile(split=2))
+    assert not module._counters(device, 32).any()
+
+
+def test_a_nan_stays_with_its_token():
+    case = make_case(10)
+    before = case.run(tile=tile())
+    case.x[4, 7] = torch.nan
+    after = case.run(tile=tile())
+    assert bool(after.weights[4].isnan().all())
+    others = [row for row in range(10) if row != 4]
+    assert torch.equal(after.weights[others], before.weights[others])
+
+
+def test_an_expert_that_the_table_invents_makes_its_token_nan():
+    case = make_case(3, by_table=True)
+    case.routing["token_ids"].copy_(torch.tensor([1, 2, 3]))
+    case.routing["table"][2, 1] = 20
+    got = case.run(tile=tile())
+    assert got.weights.isnan().all(1).tolist() == [False, True, False]
+    assert got.ids[1, 1] == 0
