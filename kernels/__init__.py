@@ -5,6 +5,7 @@
     ragged            packed batches of any query lengths, and the index arithmetic derived from them
     norm_rope         RMS norm; rotation of a row's tail
     gemm              linear layers, block-scaled FP8 ones, grouped ones
+    gemm_decode       the same with kernels, for few tokens and many; a norm in front
     hyper_connection  residual streams mixed by doubly stochastic matrices
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries

@@ -338,14 +338,12 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 32320, 4096, torch.bfloat16, "*fp32", "*fp32", True, False),
     (16, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
     (16, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (16, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
-    (64, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
+    (64, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
     (64, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
     (64, 32768, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
     (64, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, True),
     (64, 32320, 4096, torch.bfloat16, "*fp32", "*fp32", True, False),
     (256, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (4096, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
     (4096, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
 )
 

@@ -161,35 +161,38 @@ def _lane_gamma(gamma_ptr, chunk, C: tl.constexpr, K: tl.constexpr, SHIFT: tl.co
 
 
 @triton.jit
-def _multiply(w, x, W: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, KIND: tl.constexpr):
-    """Return [W, 16 R, 8 NB] float32: what _lane_weights gave (FP8: _widen) times what _lane_tokens gave."""
-    P: tl.constexpr = 4 if KIND == FP8 else (2 if KIND == BF16 else 1)
-    total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
-    if KIND == FP32:
+def _product(w, x, total):
+    """Return total + w x of bf16 or float32 operands: float32 sums of exact products, the smallest first."""
+    if w.dtype == tl.float32:
         u, v, z = _thirds(w)
-        if x.dtype == tl.bfloat16:
-            right = _right(x, W, NB, P)
-            total = tl.dot(_left(z, W, R, P), right, total)
-            total = tl.dot(_left(v, W, R, P), right, total)
-            total = tl.dot(_left(u, W, R, P), right, total)
-        else:
+        if x.dtype == tl.float32:
             a, b, c = _thirds(x)
-            total = tl.dot(_left(z, W, R, P), _right(a, W, NB, P), total)
-            total = tl.dot(_left(v, W, R, P), _right(b, W, NB, P), total)
-            total = tl.dot(_left(u, W, R, P), _right(c, W, NB, P), total)
-            total = tl.dot(_left(v, W, R, P), _right(a, W, NB, P), total)
-            total = tl.dot(_left(u, W, R, P), _right(b, W, NB, P), total)
-            total = tl.dot(_left(u, W, R, P), _right(a, W, NB, P), total)
+            total = tl.dot(z, a, total)
+            total = tl.dot(v, b, total)
+            total = tl.dot(u, c, total)
+            total = tl.dot(v, a, total)
+            total = tl.dot(u, b, total)
+            total = tl.dot(u, a, total)
+        else:
+            total = tl.dot(z, x, total)
+            total = tl.dot(v, x, total)
+            total = tl.dot(u, x, total)
+    elif x.dtype == tl.float32:
+        a, b, c = _thirds(x)
+        total = tl.dot(w, c, total)
+        total = tl.dot(w, b, total)
+        total = tl.dot(w, a, total)
     else:
-        left = w if KIND == FP8 else _left(w, W, R, P)
-        if x.dtype == tl.bfloat16:
-            total = tl.dot(left, _right(x, W, NB, P), total)
-        else:
-            a, b, c = _thirds(x)
-            total = tl.dot(left, _right(c, W, NB, P), total)
-            total = tl.dot(left, _right(b, W, NB, P), total)
-            total = tl.dot(left, _right(a, W, NB, P), total)
+        total = tl.dot(w, x, total)
     return total
+
+
+@triton.jit
+def _multiply(w, x, W: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, KIND: tl.constexpr):
+    """Return [W, 16 R, 8 NB] float32: what _lane_weights gave times what _lane_tokens gave, without scales."""
+    P: tl.constexpr = 4 if KIND == FP8 else (2 if KIND == BF16 else 1)
+    left = _widen(w, W, R) if KIND == FP8 else _left(w, W, R, P)
+    return _product(left, _right(x, W, NB, P), tl.zeros((W, 16 * R, 8 * NB), tl.float32))
 
 
 @triton.jit
@@ -288,10 +291,7 @@ def few_kernel(
             if gamma_ptr is not None:
                 gamma = _lane_gamma(gamma_ptr, chunk + (step + d) * KS, C, K, SHIFT, x.shape[6])
                 x, squares = _weigh(x, gamma, squares)
-            left = weights[d]
-            if KIND == FP8:
-                left = _widen(left, W, R)
-            sums = _multiply(left, x, W, R, NB, KIND)
+            sums = _multiply(weights[d], x, W, R, NB, KIND)
             if KIND == FP8:
                 sums *= scales[d][:, :, None]
             total += sums
@@ -384,40 +384,21 @@ def many_kernel(
         else:
             w = tl.load(w_row[:, None] + at[None, :])
             x = tl.load(x_row[:, None] + at[None, :])
-        sums = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
-        if x_scale_ptr is not None:
-            sums = tl.dot(w, tl.trans(x), sums)
-        elif KIND == FP32:
-            u, v, z = _thirds(w)
-            if x.dtype == tl.float32:
-                a, b, c = _thirds(x)
-                sums = tl.dot(z, tl.trans(a), sums)
-                sums = tl.dot(v, tl.trans(b), sums)
-                sums = tl.dot(u, tl.trans(c), sums)
-                sums = tl.dot(v, tl.trans(a), sums)
-                sums = tl.dot(u, tl.trans(b), sums)
-                sums = tl.dot(u, tl.trans(a), sums)
-            else:
-                sums = tl.dot(z, tl.trans(x), sums)
-                sums = tl.dot(v, tl.trans(x), sums)
-                sums = tl.dot(u, tl.trans(x), sums)
-        elif x.dtype == tl.float32:
-            a, b, c = _thirds(x)
-            sums = tl.dot(w.to(tl.bfloat16), tl.trans(c), sums)
-            sums = tl.dot(w.to(tl.bfloat16), tl.trans(b), sums)
-            sums = tl.dot(w.to(tl.bfloat16), tl.trans(a), sums)
+        if KIND != FP8:
+            total = _product(w, tl.trans(x), total)
         else:
-            sums = tl.dot(w.to(tl.bfloat16), tl.trans(x), sums)
-        if KIND == FP8:
-            after = tl.minimum(step + 1, STEPS - 1)  # its scale, while this step's product runs
-            next_scale = tl.load(scale_ptr + line * COLUMNS + after * BLOCK_K // 128)
-            sums *= scale[:, None]
-            scale = next_scale
+            sums = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
             if x_scale_ptr is not None:
-                next_x_scale = tl.load(x_line + after * BLOCK_K // 128)
+                sums = tl.dot(w, tl.trans(x), sums)
+            else:
+                sums = _product(w.to(tl.bfloat16), tl.trans(x), sums)
+            sums *= scale[:, None]
+            after = tl.minimum(step + 1, STEPS - 1) * BLOCK_K // 128
+            scale = tl.load(scale_ptr + line * COLUMNS + after)  # the next step's
+            if x_scale_ptr is not None:
                 sums *= x_scale[None, :]
-                x_scale = next_x_scale
-        total += sums
+                x_scale = tl.load(x_line + after)
+            total += sums
     _finish(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group * ROWS,
         tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), split, ROWS, BLOCK_R, BLOCK_T, SPLIT,
