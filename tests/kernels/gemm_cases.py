@@ -8,8 +8,8 @@ import math
 import torch
 
 from kernels.gemm import dequantize_slice
-from kernels.gemm_decode import grouped_linear_decode, linear_decode, quantize_rows
-from kernels.quant import dequantize_e4m3
+from kernels.gemm_decode import grouped_linear_decode, linear_decode
+from kernels.quant import dequantize_e4m3, quantize_e4m3
 from kernels.tiles import Tile
 
 FP8 = torch.float8_e4m3fn
@@ -39,8 +39,7 @@ class Case:
         w = flat.double() if self.scale is None else dequantize_slice(flat, self.scale, self.offset).double()
         if self.quantize:
             rows = x.reshape(x.shape[0], -1)
-            codes, scale = quantize_rows(rows)
-            codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, -codes.shape[1] % 128)).view(FP8)
+            codes, scale = quantize_e4m3(torch.nn.functional.pad(rows, (0, -rows.shape[1] % 128)), 128)
             x = dequantize_e4m3(codes, scale, 128)[:, : rows.shape[1]].view(x.shape)
         x = x.double()
         if self.norm is not None:
