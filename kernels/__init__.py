@@ -13,7 +13,9 @@
     cache_write_decode  the same for a decode step, norm, rope and compression included, in one launch
     sparse_attention  shared-KV attention over window and selected entries, with sink
     moe               routing and experts
+    moe_gate          gate and routing of a decode step, in one launch
     sampling          penalties, truncation, noise keyed by (seed, position)
+    sampling_decode   the same for a decode step, log probabilities included, in two launches
 
     tiles, triton_env   how kernels are cut for each architecture; where Triton runs
     check, offline      the gate: every tile compiled for its targets without a GPU

@@ -58,8 +58,9 @@ def route_by_gate(
 ) -> Routing:
     """Return the routing of x [T, H] bfloat16 or float32 by a gate [E, H] bfloat16, as the checkpoint has it.
 
-    The other arguments as in moe_routing.route_tokens.   tile: instead of the table's. Raises ValueError. Calls on one
-    device must not overlap: they share counters.
+    The other arguments as in moe_routing.route_tokens.   tile: instead of the table's. All inputs but x must have been
+    written before the kernel in front of this one began. Calls on one device must not overlap: they share counters.
+    Raises ValueError.
     """
     tokens, hidden = x.shape
     experts = gate.shape[0]

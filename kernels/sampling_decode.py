@@ -194,7 +194,8 @@ def sample_decode(
     bias [rows, V] float32, added.   history [rows, V] int16: how often a token is in the output, + IN_PROMPT if it is
     in the prompt; updated, so that no two rows may share one.   mask [rows, ceil(V / 32)] int32: bit i of word w allows
     token 32 w + i.   tile: instead of the table's; other tiles add in another order.
-    A row that is -inf or NaN throughout gives token 0. Raises ValueError.
+    A row that is -inf or NaN throughout gives token 0. settings, position and sequence must have been written before
+    the kernel in front of this one began. Raises ValueError.
     """
     _check(logits, settings, position, sequence, bias, history, mask, num_top)
     count, vocab = logits.shape

@@ -30,7 +30,8 @@ _LOWEST = tl.constexpr(-1e30)
 _ALL = tl.constexpr(2**30)  # more tokens than there are
 _MOST_COUNTED = tl.constexpr(0x7FFF)
 _PLAIN = tl.constexpr(INTERPRETED)
-_HIGHEST = tl.constexpr(2**63 - 1)
+_HIGHEST = tl.constexpr(2**62)
+_STEP = tl.constexpr(2**24)  # more than there are tokens: from one value to the next in numbers
 
 
 @triton.jit
@@ -173,22 +174,22 @@ def scan_kernel(
 
 @triton.jit
 def _floor(value):
-    """Return the number that is just below those of all tokens with this value."""
+    """Return the number that is not above those of all tokens with this value."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return key.to(tl.int64) << 32
+    return key.to(tl.int64) << 24
 
 
 @triton.jit
 def _ordered(value, token):
     """Return numbers that order like (value, lower token first)."""
-    return _floor(value) + (0xFFFFFFFF - token.to(tl.int64))
+    return _floor(value) + (_STEP - 1 - token)
 
 
 @triton.jit
 def _value(ordered):
     """Return the value of tokens with this number."""
-    key = (ordered >> 32).to(tl.int32)
+    key = (ordered >> 24).to(tl.int32)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -203,12 +204,15 @@ def _narrow(
     are still to be divided, and ids are their places.
     """
     count, least, mass = 0, left, 0.0
-    while left > ENOUGH:
-        # Five pivots that part values evenly, three that part the interval of numbers, so that it shrinks in any case.
+    GAP: tl.constexpr = 0 if id_ptr is not None else _STEP  # without ids, equal values need not be told apart
+    while (left > ENOUGH) & (hi - lo > GAP):
+        # Pivots that part values evenly, one above all that equal the lowest, and three that part the interval of
+        # numbers, so that it shrinks in any case.
         j = tl.arange(0, 8)
         first, last = _value(lo), _value(hi)
-        even = _floor(first + (last - first) * ((j + 1).to(tl.float32) / 6.0))
-        pivot = tl.where(j < 5, even, lo + ((hi >> 2) - (lo >> 2)) * (j - 4).to(tl.int64))
+        even = _floor(first + (last - first) * (j.to(tl.float32) / 5.0))
+        even = tl.where(j == 0, _floor(first) + _STEP, even)
+        pivot = tl.where(j < 5, even, lo + ((hi - lo) >> 2) * (j - 4))
         pivot = tl.where(pivot <= lo, lo + 1, tl.where(pivot >= hi, hi - 1, pivot))
         counts = tl.zeros((TILE, 8), tl.int32)
         masses = tl.zeros((TILE, 8), tl.float32)
@@ -281,7 +285,7 @@ def _cut(
     the best in any case.
     """
     lo, hi, count, mass, left = _narrow(
-        value_ptr, id_ptr, n, left, k, limit, 1.0, top, lowest, _floor(top) + 0x100000000, SMALL, PIVOTED
+        value_ptr, id_ptr, n, left, k, limit, 1.0, top, lowest, _floor(top) + _STEP, SMALL, PIVOTED
     )  # fmt: skip
     at = 0
     if n > SMALL:
@@ -306,7 +310,7 @@ def _collect(
     PIVOTED: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """List tokens of a row: all that are among the k best, or have less than `limit` of mass before them, and some
-    more; none below `floor`. Return how many, and a value that none is below."""
+    more; none below `floor`. Return how many, and the least of their values."""
     num_groups = tl.cdiv(vocab, R * Q * E) * Q
     i = tl.arange(0, BLOCKS * Q)
     highest = tl.math.div_rn(tl.load(maxima + i, mask=i < num_groups, other=-float("inf")), temperature)
@@ -318,7 +322,7 @@ def _collect(
         lowest = tl.min(tl.where(exists, highest, top), 0)
         lo, _, _, _, _ = _narrow(
             maxima, None, num_groups, number, k, limit, temperature, top, _floor(lowest),
-            _floor(top) + 0x100000000, SMALL // 4, PIVOTED,
+            _floor(top) + _STEP, SMALL // 4, PIVOTED,
         )  # fmt: skip
         bound = _value(lo)
     bound = tl.where(bound < floor, floor, bound)
@@ -327,9 +331,9 @@ def _collect(
     tl.debug_barrier()  # lists of an earlier use have been read
     tl.store(groups + tl.cumsum(is_active, 0) - is_active, i, mask=is_active > 0)
     tl.debug_barrier()
-    n = 0
+    n, least = 0, top
     r, e = tl.arange(0, R)[None, :, None], tl.arange(0, E)[None, None, :]
-    for start in range(0, active, GATHER):
+    for start in tl.range(0, active, GATHER, num_stages=2):
         g = start + tl.arange(0, GATHER)
         group = tl.load(groups + g, mask=g < active, other=0)[:, None, None]
         token = group // Q * (R * Q * E) + (r * Q + group % Q) * E + e
@@ -343,8 +347,9 @@ def _collect(
         tl.store(value_ptr + place, x, mask=wanted > 0)
         tl.store(id_ptr + place, token, mask=wanted > 0)
         n += tl.sum(wanted, 0)
+        least = tl.minimum(least, tl.min(tl.where(wanted > 0, x, top), 0))
     tl.debug_barrier()
-    return n, bound
+    return n, least
 
 
 @triton.jit
@@ -429,11 +434,13 @@ def choose_kernel(
                 if has_p & (most == _ALL) & (least <= 0.0):  # else what top-p is a part of is known later
                     total = _total(stats, blocks, 1.0 / divisor, top * divisor, BLOCKS)
                     limit = p * total * 1.0001
-                n, bound = _collect(
+                    # All tokens at this value or below have no more mass than top-p leaves out.
+                    floor = top + tl.log((1.0 - p) * total / vocab) - 1e-3
+                n, lowest_value = _collect(
                     logits, words, rows, bias_ptr, history_ptr, mask_ptr, maxima, group_ptr + row * (BLOCKS * Q),
                     values, ids, vocab, divisor, most, limit, floor, top, R, Q, E, BLOCKS, GATHER, PIVOTED, SMALL,
                 )  # fmt: skip
-                lowest, left = _floor(bound), n
+                lowest, left = _floor(lowest_value), n
                 # By rank; then by probability among what is left.
                 for stage in range(2):
                     is_first = stage == 0

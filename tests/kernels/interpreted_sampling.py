@@ -52,7 +52,7 @@ def test_penalties_bias_and_masks_of_some_rows(dtype):
 def test_long_lists_are_narrowed_down_to_what_is_in_doubt():
     """Blocks of 32, groups of 8, 16 tokens compared with each other: all else is pivots."""
     rows = [KINDS["top-p"], {"top_k": 90, "top_p": 0.9}, KINDS["min-p and top-p"], {"top_k": 90, "num_logprobs": 12}]
-    assert make_case(rows, vocab=250, kind="ties", num_top=12).fault(tile=cases.make_tile()) == ""
+    assert make_case(rows, vocab=200, kind="ties", num_top=12).fault(tile=cases.make_tile()) == ""
 
 
 def test_the_table_has_a_tile():
@@ -74,19 +74,16 @@ def test_log_probabilities_for_rows_that_ask_and_only_those():
     assert (got.logprob == 0).tolist() == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize("kind", ["normal", "equal"])
-def test_the_best_of_equal_logits_come_in_order_of_their_ids(kind):
-    case = make_case([{"num_logprobs": 20}], kind="equal", num_top=20)
-    if kind == "normal":
-        case.logits[0, 100:] -= 1.0
+def test_the_best_of_equal_logits_come_in_order_of_their_ids():
+    case = make_case([{"num_logprobs": 20}], vocab=150, kind="equal", num_top=20)
     assert case.run(tile=TILE).top_ids.tolist() == [list(range(20))]
 
 
 def test_a_row_that_is_masked_throughout_gives_token_0():
-    case = make_case(ROWS, mask=True)
+    case = make_case(ROWS[::2], mask=True)
     case.settings[:, 11] = 1
     case.given["mask"][1] = 0
-    assert case.run(tile=TILE).tokens.tolist() == [0] * len(ROWS)
+    assert case.run(tile=TILE).tokens.tolist() == [0] * len(ROWS[::2])
 
 
 def test_a_mask_overrules_a_bias_and_penalties():
@@ -99,7 +96,7 @@ def test_a_mask_overrules_a_bias_and_penalties():
 
 
 def test_a_row_that_is_nan_throughout_gives_a_token_that_exists():
-    case = make_case([row | {"num_logprobs": 2} for row in ROWS], num_top=2)
+    case = make_case([row | {"num_logprobs": 2} for row in ROWS], vocab=150, num_top=2)
     case.logits.fill_(torch.nan)
     assert case.run(tile=TILE).tokens.tolist() == [0] * len(ROWS)
 
@@ -112,9 +109,9 @@ def test_padding_gives_token_0_and_no_log_probabilities():
 
 
 def test_a_row_has_the_same_bits_alone_as_in_a_batch():
-    case = make_case([row | {"num_logprobs": 2} for row in ROWS], num_top=2)
+    case = make_case([row | {"num_logprobs": 2} for row in ROWS[5:]], vocab=150, num_top=2)
     together = case.run(tile=TILE)
-    row = len(ROWS) - 1
+    row = len(ROWS[5:]) - 1
     alone = cases.Case(
         case.logits[row:], case.settings[row:], {"position": case.given["position"][row:], "num_top": 2}
     ).run(tile=TILE)
