@@ -6,7 +6,8 @@
 
 pre, post, C as in hyper_connection.py, everything between the roundings in float32. The product of S' with fn is cut
 into spans of H, whose sums the second launch adds up in a fixed order; the normalisations that make C of its logits are
-the first launch's, done while it waits for y. The head is the same with n rows of fn, and carries nothing.
+the first launch's, done while it waits for y. The head is the same with n rows of fn; its x
+stays float32, and it carries nothing.
 
 Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, however many tokens there are.
 Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: C[j]; columns from n on hold anything).
@@ -49,8 +50,11 @@ class Mixer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mixed:
-    """Where a sublayer begins. x: [T, H], its input.   streams: [T, n, H].   carry: see the module; None behind the
-    head.   eps, iters: of C."""
+    """Where a sublayer begins, or what the head returns.
+
+    x: [T, H], the sublayer's input, in the streams' dtype; behind the head float32.   streams: [T, n, H].
+    carry: see the module; None behind the head.   eps, iters: of C.
+    """
 
     x: Tensor
     streams: Tensor
@@ -70,8 +74,8 @@ def mix_reference(streams: Tensor, mixer: Mixer, *, sequence: Tensor | None = No
     else:
         x, post, logits = collapse_reference(alive, *weights, eps=mixer.eps, norm_eps=mixer.norm_eps)
         carry = torch.nn.functional.pad(torch.cat([post[:, None], logits], 1), (0, 4 - n))
-    x = rms_norm_reference(x.to(dtype), mixer.norm, mixer.norm_eps).to(dtype)
-    return Mixed(x, streams, carry, mixer.eps, mixer.iters)
+    x = rms_norm_reference(x.to(dtype), mixer.norm, mixer.norm_eps)
+    return Mixed(x if carry is None else x.to(dtype), streams, carry, mixer.eps, mixer.iters)
 
 
 def spread_reference(y: Tensor, before: Mixed, *, sequence: Tensor | None = None) -> Tensor:
@@ -159,7 +163,7 @@ def _finish(
     is_head = mixer.fn.shape[0] == n
     tile = tiles[1] if tiles else tile_for(FINISH, arch_of(streams.device))
     warps = warps_of(tile, hidden=hidden)
-    x = torch.empty((tokens, hidden), dtype=streams.dtype, device=streams.device)
+    x = torch.empty((tokens, hidden), dtype=torch.float32 if is_head else streams.dtype, device=streams.device)
     carry = None if is_head else torch.empty((tokens, 1 + n, 4), device=streams.device)
     pdl, launch = _pdl(streams.device)
     if tokens:
@@ -273,7 +277,7 @@ def _finish_variant(tile: Tile, rows: int, spread_warps: int) -> Variant:
     fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "SPLITS": _HIDDEN // (16 * spread_warps)}
     fixed |= {"COLUMNS": columns(rows), "BLOCK": 32 * warps, "PDL": True}
     if rows == _STREAMS:
-        fixed["carry_ptr"] = None
+        fixed["carry_ptr"], signature["x_ptr"] = None, "*fp32"
     return Variant(
         FINISH,
         finish_kernel,

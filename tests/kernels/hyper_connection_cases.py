@@ -55,11 +55,13 @@ def mix_fault(got: Mixed, streams: torch.Tensor, mixer: Mixer, sequence: torch.T
     pre = torch.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + mixer.eps
     x = (pre[:, :, None] * s).sum(1)
     x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + mixer.norm_eps) * mixer.norm.double()
-    # x is rounded before the norm and after it: half a last place each. float32 rounds nothing but what it computes.
-    places = 2.0**-7 if streams.dtype == torch.bfloat16 else 0.0
+    # x is rounded before the norm and, but for the head, after it: half a last place each.
+    places = sum(2.0**-8 for dtype in (streams.dtype, got.x.dtype) if dtype == torch.bfloat16)
     fault = _difference("x", got.x, x, places)
-    if fault or mixer.fn.shape[0] == n:
-        return fault or ("" if got.carry is None else "the head has a carry")
+    if mixer.fn.shape[0] == n:
+        return fault or ("" if got.carry is None and got.x.dtype == torch.float32 else "carry or dtype of the head")
+    if fault or got.x.dtype != streams.dtype:
+        return fault or f"x is {got.x.dtype}"
     assert got.carry is not None
     post = 2 * torch.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = (mixed[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)

@@ -27,7 +27,7 @@ make_case = cases.make_case
 
 
 def normed(x, mixer, dtype):
-    return rms_norm(x.to(dtype), mixer.norm, eps=mixer.norm_eps).to(dtype)
+    return rms_norm(x.to(dtype), mixer.norm, eps=mixer.norm_eps)
 
 
 def weights_of(mixer):
@@ -48,7 +48,7 @@ def test_two_sublayers_and_the_head_have_the_bits_of_the_separate_operations(n, 
     for mixer, got in ((case.first, begun), (case.second, after)):
         x, post, comb = hc_pre(streams, *weights_of(mixer), iters=20, **settings)
         assert torch.equal(got.streams, streams)
-        assert torch.equal(got.x, normed(x, mixer, dtype))
+        assert torch.equal(got.x, normed(x, mixer, dtype).to(dtype))
         streams = hc_post(case.y, streams, post, comb)
     assert torch.equal(last.streams, streams)
     assert torch.equal(last.x, normed(hc_head(streams, *weights_of(head), **settings), head, dtype))
