@@ -26,7 +26,7 @@ from kernels.expert_weights import ExpertWeights, dequantize_experts, from_piece
 from kernels.moe_routing import MANY, Routing
 from kernels.moe_triton import down_kernel, sum_kernel, up_kernel
 from kernels.tiles import Tile, Variant, tile_for
-from kernels.triton_env import HAS_PDL, arch_of, uses_triton
+from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
 UP, DOWN, SUM = "moe_up", "moe_down", "moe_sum"
 FORMATS = {"nvfp4": 0, "mxfp4": 1}
@@ -131,13 +131,18 @@ def _launch(
     kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, **cut: int
 ) -> None:
     warps, tiles = cut["KS"] * cut["RS"], weights.rows // 16
-    programs = min(weights.experts, rows) * (tiles // (cut["R"] * cut["RS"]))
-    if cut["NB"]:
-        programs += rows // (MANY + 1) * (tiles // (cut["MANY_R"] * warps)) * cut.get("SPLIT", 1)
+    blocks, many_blocks = tiles // (cut["R"] * cut["RS"]), tiles // (cut["MANY_R"] * warps) * cut.get("SPLIT", 1)
+    most = rows // (MANY + 1) if cut["NB"] else 0  # experts with many rows
+    programs = max(
+        many * many_blocks + min(weights.experts - many, rows - many * (MANY + 1)) * blocks
+        for many in range(min(most, weights.experts) + 1)
+    )
+    if tile.constants["RESIDENT"]:
+        programs = min(programs, tile.constants["RESIDENT"] * sm_count(weights.codes.device))
     pdl, launch = _pdl(weights.codes.device)
     limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
     kernel[(programs,)](
-        *given, PACKED=weights.packed_steps, FORMAT=FORMATS[weights.format], PDL=pdl, **cut,
+        *given, PACKED=weights.packed_steps, LOOPS=tile.constants["RESIDENT"] > 0, FORMAT=FORMATS[weights.format], PDL=pdl, **cut,
         num_warps=warps, num_stages=tile.num_stages, **limit, **launch,
     )  # fmt: skip
 
@@ -160,7 +165,7 @@ def fit(tile: Tile, weights: ExpertWeights) -> dict[str, int]:
 
 
 def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]:
-    c = {name: value for name, value in tile.constants.items() if name != "REGISTERS"}
+    c = {name: value for name, value in tile.constants.items() if name not in ("REGISTERS", "RESIDENT")}
     steps, tiles = channels // 64, rows // 16
     c["RS"] = math.gcd(c["RS"], tiles)
     c["R"] = math.gcd(c["R"], tiles // c["RS"])
@@ -208,6 +213,7 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
     kernel, rows, channels = (up_kernel, 2 * _INNER, _HIDDEN) if op == UP else (down_kernel, _HIDDEN, _INNER)
     cut = _fit(tile, rows=rows, channels=channels, packed=4)
     fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True, **cut}
+    fixed["LOOPS"] = tile.constants["RESIDENT"] > 0
     signature = dict.fromkeys(kernel.arg_names, "*i32")
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "x_many_ptr": "*fp16", "scales_ptr": "*i16"}
     signature |= dict.fromkeys(("part_ptr", "weight_ptr", "factors_ptr", "share_ptr"), "*fp32")

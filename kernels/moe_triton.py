@@ -237,6 +237,18 @@ def _product(
 
 
 @triton.jit
+def _settle(total):
+    """Return sums, float32, when the product is done: not left to run on, it would read what comes into its registers.
+
+    On sm_90 Triton lets the products of a pipelined loop run beside the next step's work, and only watches over
+    operands in shared memory. Seen there: with two warp groups, weights of the next step in this one's sums.
+    """
+    if not _PLAIN:
+        total = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
+    return total
+
+
+@triton.jit
 def _product_shared(
     weights, x_ptr, gather_ptr, edges, row_tile, begin,
     K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
@@ -276,7 +288,7 @@ def _product_shared(
             channel = (step + i * S) * 64 + tl.arange(0, 64 * S)
             x = tl.load(x_row[:, None] + channel[None, :], mask=live[:, None], other=0.0)
             w = tl.permute(_unpack(words[i], scales[i], tops, S, R, W, FORMAT), (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
-            total = tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), tl.trans(x), total)
+            total = _settle(tl.dot(keep(tl.reshape(w, (16 * R * W, 64 * S))), tl.trans(x), total))
         words, scales = next_words, next_scales
     return tl.reshape(total, (R, W, 16, 8 * NB))
 
@@ -344,7 +356,7 @@ def _few(
 ):  # fmt: skip
     """R RS tiles from row_tile on for routed rows between edges, 8 NB at a time."""
     tile = row_tile + tl.arange(0, RS)[:, None] + tl.arange(0, R)[None, :] * RS
-    for start in range(edges[0], edges[1], 8 * NB):
+    for start in tl.range(edges[0], edges[1], 8 * NB, num_stages=1):
         part = (start, edges[1])
         total = _product(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, KS, RS, NB, FORMAT, WAIT)
         if UP:
@@ -365,7 +377,7 @@ def _many(
     """
     tile = row_tile + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     begin = share * (K // 64 // SPLIT)
-    for start in range(edges[0], edges[1], 8 * NB):
+    for start in tl.range(edges[0], edges[1], 8 * NB, num_stages=1):
         part = (start, edges[1])
         total = _product_shared(
             weights, x_ptr, gather_ptr, part, row_tile, begin, K, PACKED, S, AHEAD, R, W, NB, SPLIT, FORMAT, WAIT
@@ -381,7 +393,7 @@ def _many(
         tl.debug_barrier()  # all have stored before one says so; that releases their stores and acquires others'
         if tl.atomic_add(shares[1] + item, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
             tl.store(shares[1] + item, 0)  # for the next call
-            for start in range(edges[0], edges[1], 8 * NB):
+            for start in tl.range(edges[0], edges[1], 8 * NB, num_stages=1):
                 part = (start, edges[1])
                 at, live = _place_share(part, tile, 2 * COLUMNS, 8 * NB)
                 total = tl.load(shares[0] + at, mask=live, other=0.0, cache_modifier=".cg")
@@ -403,20 +415,47 @@ def _take(
     out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity, shares,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr,
-    AHEAD: tl.constexpr, MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
+    AHEAD: tl.constexpr, MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr,
+    UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Do one item of one expert, for all of its routed rows.
+    """Do items, each of one expert, for all of its routed rows: one a program, or every so manyth where it LOOPS.
 
     First come those of the experts with many rows: MANY_R KS RS tiles, of ROWS / 16, 8 NB routed rows at once, one of
     SPLIT shares of the channels. Then those of the others: R RS tiles, 16 routed rows at once, PAIR_S steps at a time,
     if there are more than 8. NB 0: no expert has many; PAIR_S 0: none has more than 8.
     capacity: of an expert's lists of what goes with its rows.   shares: sums [SPLIT, N, ROWS], counters, N ROWS.
     """
+    BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
+    MANY_BLOCKS: tl.constexpr = ROWS // (16 * MANY_R * KS * RS)
+    number, many = tl.load(active_ptr), tl.load(active_ptr + 1)
+    items = many * (MANY_BLOCKS * SPLIT) + (number - many) * BLOCKS if NB > 0 else number * BLOCKS
+    first = tl.program_id(0)
+    if LOOPS:
+        for item in tl.range(first, items, tl.num_programs(0), num_stages=1):
+            _do(
+                item, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr,
+                capacity, shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT,
+                FORMAT, UP, WAIT,
+            )  # fmt: skip
+    elif first < items:
+        _do(
+            first, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity,
+            shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, FORMAT, UP, WAIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _do(
+    item, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity, shares,
+    ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr,
+    AHEAD: tl.constexpr, MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """Do an item of _take's."""
     W: tl.constexpr = KS * RS
     BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
     MANY_BLOCKS: tl.constexpr = ROWS // (16 * MANY_R * W)
-    number, many = tl.load(active_ptr), tl.load(active_ptr + 1)
-    item = tl.program_id(0)
     place, block, share = item // BLOCKS, item % BLOCKS, 0
     if NB > 0:
         of_many = many * (MANY_BLOCKS * SPLIT)
@@ -424,36 +463,35 @@ def _take(
             share, block, place = item % SPLIT, item // SPLIT % MANY_BLOCKS, item // (SPLIT * MANY_BLOCKS)
         else:
             place, block = (item - of_many) // BLOCKS + many, (item - of_many) % BLOCKS
-    if place < number:
-        entry = active_ptr + 4 + place * 4
-        expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        codes = codes_ptr + expert.to(tl.int64) * (ROWS * K // 8)
-        scaled = scales_ptr + expert.to(tl.int64) * (ROWS * K // (32 if FORMAT == NVFP4 else 64))
-        low = tl.load(factors_ptr + expert * (2 if UP else 1))
-        high = tl.load(factors_ptr + expert * 2 + 1) if UP else low
-        LIFT: tl.constexpr = _NVFP4_LIFT if FORMAT == NVFP4 else 1.0
-        weights = (codes, scaled, (_top(low, FORMAT), _top(high, FORMAT)), low * LIFT, high * LIFT)
-        edges = (first, first + count)
-        if UP:
-            lists = expert.to(tl.int64) * capacity - first
-            gather_ptr += lists
-            out = (out[0], out[1] + lists, out[2])
-        if NB > 0 and place < many:
-            _many(
-                out, weights, x_many_ptr, gather_ptr, edges, block * (MANY_R * W), shares, share,
-                place * MANY_BLOCKS + block,
-                K, COLUMNS, PACKED, MANY_S, AHEAD, MANY_R, W, NB, SPLIT, FORMAT, UP, WAIT,
-            )  # fmt: skip
-        elif PAIR_S > 0 and count > 8:
-            _few(
-                out, weights, x_ptr, gather_ptr, edges, block * (R * RS),
-                K, COLUMNS, PACKED, PAIR_S, R, KS, RS, 2, FORMAT, UP, WAIT,
-            )  # fmt: skip
-        else:
-            _few(
-                out, weights, x_ptr, gather_ptr, edges, block * (R * RS),
-                K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
-            )  # fmt: skip
+    entry = active_ptr + 4 + place * 4
+    expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    codes = codes_ptr + expert.to(tl.int64) * (ROWS * K // 8)
+    scaled = scales_ptr + expert.to(tl.int64) * (ROWS * K // (32 if FORMAT == NVFP4 else 64))
+    low = tl.load(factors_ptr + expert * (2 if UP else 1))
+    high = tl.load(factors_ptr + expert * 2 + 1) if UP else low
+    LIFT: tl.constexpr = _NVFP4_LIFT if FORMAT == NVFP4 else 1.0
+    weights = (codes, scaled, (_top(low, FORMAT), _top(high, FORMAT)), low * LIFT, high * LIFT)
+    edges = (first, first + count)
+    if UP:
+        lists = expert.to(tl.int64) * capacity - first
+        gather_ptr += lists
+        out = (out[0], out[1] + lists, out[2])
+    if NB > 0 and place < many:
+        _many(
+            out, weights, x_many_ptr, gather_ptr, edges, block * (MANY_R * W), shares, share,
+            place * MANY_BLOCKS + block,
+            K, COLUMNS, PACKED, MANY_S, AHEAD, MANY_R, W, NB, SPLIT, FORMAT, UP, WAIT,
+        )  # fmt: skip
+    elif PAIR_S > 0 and count > 8:
+        _few(
+            out, weights, x_ptr, gather_ptr, edges, block * (R * RS),
+            K, COLUMNS, PACKED, PAIR_S, R, KS, RS, 2, FORMAT, UP, WAIT,
+        )  # fmt: skip
+    else:
+        _few(
+            out, weights, x_ptr, gather_ptr, edges, block * (R * RS),
+            K, COLUMNS, PACKED, S, R, KS, RS, 1, FORMAT, UP, WAIT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["capacity", "share_size"])
@@ -462,7 +500,8 @@ def up_kernel(
     counter_ptr, capacity, share_size, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
-    MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16."""
     if PDL:
@@ -471,7 +510,7 @@ def up_kernel(
     _take(
         (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr, active_ptr,
         capacity, (share_ptr, counter_ptr, share_size),
-        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, FORMAT, True, False,
+        2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, LOOPS, FORMAT, True, False,
     )  # fmt: skip
 
 
@@ -480,7 +519,7 @@ def down_kernel(
     part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
-    MANY_R: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    MANY_R: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """part[r] = hidden[r] W2^T for routed rows r, float32.
 
@@ -491,7 +530,7 @@ def down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _take(
         (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, 0, None,
-        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, 1, FORMAT, False, PDL,
+        H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, 1, LOOPS, FORMAT, False, PDL,
     )  # fmt: skip
     # Whoever waits for this kernel relies on all that came before. One program is enough, and those that find nothing
     # to do must not fill the multiprocessors waiting.

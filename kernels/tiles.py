@@ -94,13 +94,17 @@ def _experts(
     ahead: int = 4,
     split: int = 1,
     registers: int = 0,
+    resident: int = 0,
     stages: int = 1,
     **upto: int,
 ) -> Tile:
-    """A tile of the experts' products; moe_decode.fit says what the constants mean. registers: limit a thread, or 0."""
+    """A tile of the experts' products; moe_decode.fit says what the constants mean.
+
+    registers: limit a thread, or 0.   resident: programs a multiprocessor, which then take several items, or 0.
+    """
     constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s}
     constants |= {"NB": nb, "MANY_R": many_r, "MANY_S": many_s, "AHEAD": ahead, "SPLIT": split}
-    constants["REGISTERS"] = registers
+    constants |= {"REGISTERS": registers, "RESIDENT": resident}
     return Tile(constants, num_warps=ks * rs, num_stages=stages, upto=upto)
 
 
@@ -180,26 +184,26 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _experts(1, ks=4, registers=88, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, ks=2, rs=2, pair_s=2, nb=4, split=4, registers=128, stages=2),
+            _experts(2, ks=2, rs=2, pair_s=2, nb=4, split=4, ahead=2, registers=128, stages=3),
         ),
         "sm_90": (
             _experts(1, ks=4, registers=80, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, ks=2, rs=2, pair_s=2, nb=8, split=4, registers=128, stages=2, tokens=128),
-            _experts(2, rs=4, pair_s=2, nb=8, split=4, registers=128, stages=2),
+            _experts(2, ks=2, rs=2, pair_s=2, nb=8, split=4, ahead=2, registers=128, stages=3, tokens=128),
+            _experts(2, rs=4, pair_s=2, nb=8, split=4, ahead=2, registers=128, stages=3),
         ),
     },
     "moe_down": {
         "sm_120": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=104, tokens=16),
-            _experts(2, rs=4, pair_s=2, nb=4, registers=120, stages=2),
+            _experts(2, rs=4, pair_s=2, nb=4, ahead=2, registers=128, resident=8, stages=3),
         ),
         "sm_90": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, rs=4, pair_s=2, nb=8, registers=120, stages=2),
+            _experts(2, rs=4, pair_s=2, nb=8, ahead=2, registers=128, resident=8, stages=3),
         ),
     },
     # W: warps, 16 channels each; the same for any number of tokens, or a token's sums would depend on it.

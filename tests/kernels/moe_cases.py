@@ -190,9 +190,9 @@ def exactness_fault(device: str = "cpu") -> str:
 
 
 def make_tile(
-    r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, many_r=1, many_s=1, ahead=1, split=1, registers=0, stages=1
+    r=1, ks=1, rs=1, s=1, pair_s=0, nb=0, many_r=1, many_s=1, ahead=1, split=1, registers=0, stages=1, resident=0
 ) -> Tile:  # fmt: skip
     """Return a tile; moe_decode.fit says what the constants mean."""
     constants = {"R": r, "KS": ks, "RS": rs, "S": s, "PAIR_S": pair_s, "NB": nb, "MANY_R": many_r, "MANY_S": many_s}
-    constants |= {"AHEAD": ahead, "SPLIT": split, "REGISTERS": registers}
+    constants |= {"AHEAD": ahead, "SPLIT": split, "REGISTERS": registers, "RESIDENT": resident}
     return Tile(constants, num_warps=ks * rs, num_stages=stages)
