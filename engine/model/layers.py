@@ -1,6 +1,6 @@
 """Small parts that several layers use: norm, linear, rotary frequencies, hyper-connection.
 
-Each holds its weights and calls one kernel. Modules take their tensors out of the loaded dict (`pop`), so that
+Modules hold their weights and call one kernel each. They take their tensors out of the loaded dict (`pop`), so that
 nothing is held twice and what nobody took shows.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
 from kernels.gemm import linear
-from kernels.hyper_connection import hc_post, hc_pre
+from kernels.hyper_connection_decode import Mixer
 from kernels.norm_rope import rms_norm, rotation_at
 from kernels.ragged import RaggedBatch
 
@@ -99,19 +99,14 @@ class Rotary:
         )
 
 
-class HyperConnection:
-    """Collapses the streams into a sublayer's input and spreads its output over them again."""
-
-    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config) -> None:
-        self.fn = weights.pop(f"{prefix}_fn")
-        self.base = weights.pop(f"{prefix}_base")
-        self.scale = weights.pop(f"{prefix}_scale")
-        self.eps, self.norm_eps, self.iters = config.hc_eps, config.rms_norm_eps, config.hc_sinkhorn_iters
-
-    def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x [T, H], post [T, n] and the mixing matrices [T, n, n]."""
-        return hc_pre(streams, self.fn, self.base, self.scale, eps=self.eps, norm_eps=self.norm_eps, iters=self.iters)
-
-    def post(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """Return the next streams [T, n, H]."""
-        return hc_post(y, streams, post, comb)
+def hyper_connection(weights: Weights, prefix: str, norm: str, config: DeepSeekV4Config) -> Mixer:
+    """Take the weights of a hyper-connection, or of the head, and those of the norm behind it."""
+    return Mixer(
+        fn=weights.pop(f"{prefix}_fn"),
+        base=weights.pop(f"{prefix}_base"),
+        scale=weights.pop(f"{prefix}_scale"),
+        norm=weights.pop(f"{norm}.weight"),
+        eps=config.hc_eps,
+        norm_eps=config.rms_norm_eps,
+        iters=config.hc_sinkhorn_iters,
+    )

@@ -4,6 +4,7 @@
     per layer:  x, post, C = hc_pre(S);  y = attention(rms(x));  S = hc_post(y, S, post, C);  the same with the experts
     logits = rms(hc_head(S)) head^T, float32
 
+What lies between two sublayers, hc_post, hc_pre and the norm, is one operation (kernels/hyper_connection_decode.py).
 A step is any mixture of sequences with any number of tokens each. What depends on earlier tokens lies in the cache.
 """
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from engine.model.attention import Attention, CacheViews, decode_batch
 from engine.model.config import DeepSeekV4Config
-from engine.model.layers import HyperConnection, RMSNorm, Rotary, Rotations, Weights
+from engine.model.layers import Rotary, Rotations, Weights, hyper_connection
 from engine.model.moe import MixtureOfExperts
 from kernels.gemm import linear
-from kernels.hyper_connection import hc_head
+from kernels.hyper_connection_decode import Mixed, mix, spread, spread_and_mix
 from kernels.ragged import DecodeBatch, RaggedBatch
 
 
@@ -24,31 +25,25 @@ class Layer:
     """Attention and experts, each between the two halves of a hyper-connection."""
 
     def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
-        prefix, eps = f"layers.{layer}", config.rms_norm_eps
-        self.attention_mix = HyperConnection(weights, f"{prefix}.hc_attn", config)
-        self.attention_norm = RMSNorm(weights, f"{prefix}.attn_norm", eps)
+        prefix = f"layers.{layer}"
+        self.attention_mix = hyper_connection(weights, f"{prefix}.hc_attn", f"{prefix}.attn_norm", config)
         self.attention = Attention(weights, layer, config, use_hadamard=use_hadamard)
-        self.experts_mix = HyperConnection(weights, f"{prefix}.hc_ffn", config)
-        self.experts_norm = RMSNorm(weights, f"{prefix}.ffn_norm", eps)
+        self.experts_mix = hyper_connection(weights, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm", config)
         self.experts = MixtureOfExperts(weights, layer, config)
 
     def __call__(
         self,
-        streams: Tensor,
+        mixed: Mixed,
         token_ids: Tensor,
         batch: RaggedBatch,
         decode: DecodeBatch | None,
         rotations: Rotations,
         cache: CacheViews,
-    ) -> Tensor:
-        """Return the next streams [T, n, H]."""
-        dtype = streams.dtype
-        x, post, comb = self.attention_mix.pre(streams)
-        y = self.attention(self.attention_norm(x.to(dtype)).to(dtype), batch, decode, rotations, cache)
-        streams = self.attention_mix.post(y, streams, post, comb)
-        x, post, comb = self.experts_mix.pre(streams)
-        y = self.experts(self.experts_norm(x.to(dtype)).to(dtype), token_ids, decode)
-        return self.experts_mix.post(y, streams, post, comb)
+    ) -> tuple[Tensor, Mixed]:
+        """Return the experts' output [T, H], and where they began: what spreads it comes next."""
+        y = self.attention(mixed.x, batch, decode, rotations, cache)
+        mixed = spread_and_mix(y, mixed, self.experts_mix, sequence=decode.sequence if decode else None)
+        return self.experts(mixed.x, token_ids, decode), mixed
 
 
 class DeepSeekV4:
@@ -62,10 +57,7 @@ class DeepSeekV4:
         self.config = config
         self.embedding = weights.pop("embed.weight")
         self.layers = [Layer(weights, i, config, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)]
-        self.head_fn = weights.pop("hc_head_fn")
-        self.head_base = weights.pop("hc_head_base")
-        self.head_scale = weights.pop("hc_head_scale")
-        self.norm = RMSNorm(weights, "norm", config.rms_norm_eps)
+        self.head_mix = hyper_connection(weights, "hc_head", "norm", config)
         self.head = weights.pop("head.weight")
         self.rotary = Rotary(config, self.embedding.device)
         assert not weights, f"nobody took {sorted(weights)[:5]}"
@@ -75,14 +67,14 @@ class DeepSeekV4:
         decode = decode_batch(batch, cache)
         rotations = self.rotary.at(batch, decode=decode is not None)
         streams = self.embedding[token_ids][:, None].expand(-1, self.config.hc_mult, -1)
-        for layer in self.layers:
-            streams = layer(streams, token_ids, batch, decode, rotations, cache)
-        return streams
+        sequence = decode.sequence if decode else None
+        mixed = mix(streams, self.layers[0].attention_mix, sequence=sequence)
+        for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
+            y, mixed = layer(mixed, token_ids, batch, decode, rotations, cache)
+            if after is not None:
+                mixed = spread_and_mix(y, mixed, after.attention_mix, sequence=sequence)
+        return spread(y, mixed, sequence=sequence)
 
     def logits(self, streams: Tensor) -> Tensor:
         """Return [N, vocab_size] float32 for the streams [N, n, H] of the tokens that need them."""
-        config = self.config
-        x = hc_head(
-            streams, self.head_fn, self.head_base, self.head_scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps
-        )
-        return linear(self.norm(x.to(streams.dtype)), self.head)
+        return linear(mix(streams, self.head_mix).x, self.head)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import engine.model.attention as attention
+import kernels.hyper_connection_decode as hyper_connection_decode
 import kernels.moe_decode as moe_decode
+from kernels.tiles import Tile
 
 TESTS = Path(__file__).parent.parent
 
@@ -25,10 +27,12 @@ moe_cases = _load("moe_cases", TESTS / "kernels/moe_cases.py")
 
 
 @pytest.fixture(autouse=True)
-def one_program_an_expert(monkeypatch):
-    """A program costs tens of milliseconds here; one takes all rows of an expert. Other cuts: interpreted_moe.py."""
+def few_programs(monkeypatch):
+    """A program costs tens of milliseconds here; one takes all rows of an expert, or all channels of the streams. Other
+    cuts: interpreted_moe.py, interpreted_hyper_connection.py."""
     tile = moe_cases.make_tile(r=4, rs=4, s=4)
     monkeypatch.setattr(moe_decode, "tile_for", lambda op, arch, *, tokens: tile)
+    monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch: Tile({"W": 16}, num_warps=16))
 
 
 def test_steps_of_two_and_of_one_token_choose_as_golden(tmp_path, monkeypatch):
