@@ -30,128 +30,86 @@ _TOKENS = tl.constexpr(TOKENS)
 
 
 @triton.jit
-def _quarters(x):
-    """Return the four columns of x [.., .., .., 4]."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
+def _inverse(x):
+    """Return 1 / x for x of ordinary size, one unit in the last place off at most."""
+    if _PLAIN:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit
-def _larger(a, b):
-    """Return the larger of a and b; which one is free where one is NaN: its exponential will be NaN either way."""
-    return tl.where(a > b, a, b)
-
-
-@triton.jit
-def _exponentials(row, eps, N: tl.constexpr):
-    """Return the softmax of a row's first N logits, plus eps; 0 beyond."""
-    a, b, c, d = _quarters(row)
-    top = _larger(a, b)
-    if N > 2:
-        top = _larger(top, c)
-    if N > 3:
-        top = _larger(top, d)
-    a, b = tl.exp(a - top), tl.exp(b - top)
-    total = a + b
-    if N > 2:
-        c = tl.exp(c - top)
-        total += c
-    if N > 3:
-        d = tl.exp(d - top)
-        total += d
-    factor = 1.0 / total
-    a, b = a * factor + eps, b * factor + eps
-    c = c * factor + eps if N > 2 else tl.zeros_like(a)
-    d = d * factor + eps if N > 3 else tl.zeros_like(a)
-    return a, b, c, d
-
-
-@triton.jit
-def _turned(m):
-    """Return 4 x 4 values the other way round."""
-    return m[0], m[4], m[8], m[12], m[1], m[5], m[9], m[13], m[2], m[6], m[10], m[14], m[3], m[7], m[11], m[15]
-
-
-@triton.jit
-def _normalised(m, eps):
-    """Return the rows of 4 x 4 values divided by their sums and eps."""
-    found = ()
-    for r in tl.static_range(4):
-        total = (m[4 * r] + m[4 * r + 1]) + (m[4 * r + 2] + m[4 * r + 3]) + eps
-        if _PLAIN:
-            factor = 1.0 / total
-        else:  # one unit in the last place off at most, for sums of ordinary size
-            factor = tl.inline_asm_elementwise(
-                "rcp.approx.ftz.f32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1
-            )
-        found = found + (m[4 * r] * factor, m[4 * r + 1] * factor, m[4 * r + 2] * factor, m[4 * r + 3] * factor)
-    return found
-
-
-@triton.jit
-def _mixing_matrices(rows, eps, N: tl.constexpr, ITERS: tl.constexpr):
-    """Return C[j, k] at 4 j + k, each as long as there are lanes; rows: of the carry, the logits from 1 on."""
-    m = _exponentials(rows[1], eps, N) + _exponentials(rows[2], eps, N)
-    nothing = tl.zeros_like(m[0])  # a row or column that is not there stays 0: 0 / (0 + eps)
-    m += _exponentials(rows[3], eps, N) if N > 2 else (nothing, nothing, nothing, nothing)
-    m += _exponentials(rows[4], eps, N) if N > 3 else (nothing, nothing, nothing, nothing)
-    m = _turned(_normalised(_turned(m), eps))
+def _mixing_matrices(logits, eps, N: tl.constexpr, S: tl.constexpr, ITERS: tl.constexpr):
+    """Return C [4, 8, W, S, S] of its logits, each lane's own; 0 beyond N: 0 / (0 + eps)."""
+    j = tl.arange(0, S)[None, None, None, :, None]
+    k = tl.arange(0, S)[None, None, None, None, :]
+    inside = (j < N) & (k < N)
+    # NaN is no maximum, but it becomes one exponential, and so its row.
+    m = tl.exp(logits - tl.max(tl.where(inside, logits, -float("inf")), 4)[:, :, :, :, None])
+    m = tl.where(inside, m, 0.0)
+    m = tl.where(inside, m / tl.sum(m, 4)[:, :, :, :, None] + eps, 0.0)
+    m = m * _inverse(tl.sum(m, 3) + eps)[:, :, :, None, :]
     for _ in range(ITERS - 1):
-        m = _turned(_normalised(_turned(_normalised(m, eps)), eps))
+        m = m * _inverse(tl.sum(m, 4) + eps)[:, :, :, :, None]
+        m = m * _inverse(tl.sum(m, 3) + eps)[:, :, :, None, :]
     return m
 
 
 @triton.jit
-def _carry_rows(carry_ptr, token, live, N: tl.constexpr):
-    """Return the 1 + N rows of the carry [4, 8, W, 4] of each lane's token, past L1, which may hold what is no more."""
-    column = tl.arange(0, 4)[None, None, None, :]
-    at = carry_ptr + token.to(tl.int64) * (4 * (1 + N)) + column
-    mask = live
-    if N < 4:
-        mask = mask & (column < N)
-    rows = ()
-    for r in tl.static_range(1 + N):
-        rows = rows + (tl.load(at + 4 * r, mask=mask, other=0.0, cache_modifier=".cg"),)
-    return rows
+def _load_carry(carry_ptr, token, live, N: tl.constexpr, S: tl.constexpr):
+    """Return post [4, 8, W, 1, S] and the logits [4, 8, W, S, S] of each lane's token [4, 8, W], past L1: that may hold
+    what is no more."""
+    live = live[:, :, :, None, None]
+    j = tl.arange(0, S)[None, None, None, :, None]
+    k = tl.arange(0, S)[None, None, None, None, :]
+    row = carry_ptr + (token.to(tl.int64) * (4 * (1 + N)))[:, :, :, None, None] + k
+    post = tl.load(row, mask=live & (k < N), other=0.0, cache_modifier=".cg")
+    return post, tl.load(row + (1 + j) * 4, mask=live & (j < N) & (k < N), other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _of(x, t: tl.constexpr):
-    """Return [8, W] of x [4, 8, W]: what the lanes (t, g) of each warp hold."""
-    return tl.sum(tl.where(tl.arange(0, 4)[:, None, None] == t, x, 0.0), 0)
+    """Return what the lanes (t, g) of each warp hold of x [4, 8, W, ...]."""
+    return tl.sum(tl.where(tl.reshape(tl.arange(0, 4), (4, 1, 1, 1, 1)) == t, x, 0.0), 0)
 
 
 @triton.jit
-def _weights(rows, eps, N: tl.constexpr, ITERS: tl.constexpr):
-    """Return what streams are spread with, each [8, W]: post[k] at 2 k, C[j, k] at 8 + 2 (4 j + k), for token g, and
-    next to each that for token g + 8. rows: of the carry; lane (t, g) takes token 8 (t % 2) + g and works on no other.
+def _weights(post, logits, eps, N: tl.constexpr, S: tl.constexpr, ITERS: tl.constexpr):
+    """Return post [8, W, 1, S] and the transposed C [8, W, S, S] of the tokens g, then of the tokens g + 8.
+
+    Of a carry of which lane (t, g) has token 8 (t % 2) + g: each works on one token alone.
     """
-    matrices = _mixing_matrices(rows, eps, N, ITERS)
-    post = _quarters(rows[0])
-    found = ()
-    for k in tl.static_range(4):
-        found = found + (_of(post[k], 0), _of(post[k], 1))
-    for at in tl.static_range(16):
-        found = found + (_of(matrices[at], 0), _of(matrices[at], 1))
+    c = tl.permute(_mixing_matrices(logits, eps, N, S, ITERS), (0, 1, 2, 4, 3))
+    return _of(post, 0), _of(c, 0), _of(post, 1), _of(c, 1)
+
+
+@triton.jit
+def _columns(x, S: tl.constexpr):
+    """Return the S columns of x [.., .., .., S]."""
+    if S == 2:
+        found = tl.split(x)
+    else:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        found = (a, b, c, d)
     return found
 
 
 @triton.jit
-def _both(weights, at: tl.constexpr):
-    """Return a weight of _weights [1, 8, W, 2, 1]."""
-    is_first = tl.arange(0, 2)[None, None, None, :, None] == 0
-    return tl.where(is_first, weights[2 * at][None, :, :, None, None], weights[2 * at + 1][None, :, :, None, None])
+def _both(first, second):
+    """Return [1, 8, W, 2, S, 1] of [8, W, S] of the tokens g, and g + 8."""
+    is_first = tl.arange(0, 2)[None, None, None, :, None, None] == 0
+    return tl.where(is_first, first[None, :, :, None, :, None], second[None, :, :, None, :, None])
 
 
 @triton.jit
-def _changed(rows, again, N: tl.constexpr):
+def _changed(post, logits, post_now, logits_now):
     """Return whether two readings of the carry differ in any bit."""
-    differs = rows[0].to(tl.int32, bitcast=True) ^ again[0].to(tl.int32, bitcast=True)
-    for r in tl.static_range(1, 1 + N):
-        differs = differs | (rows[r].to(tl.int32, bitcast=True) ^ again[r].to(tl.int32, bitcast=True))
-    return tl.max((differs != 0).to(tl.int32)) > 0
+    first = post.to(tl.int32, bitcast=True) ^ post_now.to(tl.int32, bitcast=True)
+    second = logits.to(tl.int32, bitcast=True) ^ logits_now.to(tl.int32, bitcast=True)
+    return tl.max(((first | second) != 0).to(tl.int32)) > 0
 
 
 @triton.jit
@@ -180,14 +138,14 @@ def _pieces(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _right_parts(rights, COUNT: tl.constexpr, W: tl.constexpr):
-    """Return rows of fn as right operands [W, 16, 8]: three pieces of each [4, 8, W, 4]."""
+def _right_parts(rights, GROUPS: tl.constexpr, S: tl.constexpr, W: tl.constexpr):
+    """Return rows of fn as right operands [W, 16 S, 8]: three pieces of each [4, 8, W, S, 4]."""
     found = ()
-    for at in tl.static_range(COUNT):
-        three = _pieces(rights[at], 3)
+    for o in tl.static_range(GROUPS):
+        three = _pieces(rights[o], 3)
         for p in tl.static_range(3):
-            b = tl.permute(tl.reshape(three[p], (4, 8, W, 2, 2)), (2, 3, 0, 4, 1))
-            found = found + (tl.reshape(b, (W, 16, 8)),)
+            b = tl.permute(tl.reshape(three[p], (4, 8, W, S, 2, 2)), (2, 3, 4, 0, 5, 1))
+            found = found + (tl.reshape(b, (W, 16 * S, 8)),)
     return found
 
 
@@ -205,92 +163,83 @@ def spread_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (ROWS + 7) // 8
+    S: tl.constexpr = 2 if N == 2 else 4
     split = tl.program_id(1)
     first = tl.program_id(0) * _TOKENS
     # Dimensions in the order in which the compiler hands them out: lanes, warps, then registers, the last one excepted.
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    g = tl.arange(0, 8)[None, :, None, None, None]
-    w = tl.arange(0, W)[None, None, :, None, None]
-    half = tl.arange(0, 2)[None, None, None, :, None]
-    i = tl.arange(0, 4)[None, None, None, None, :]
-    channel = (split * W + w) * 16 + t * 4 + i
-    token = first + half * 8 + g
+    t = tl.arange(0, 4)[:, None, None]
+    g = tl.arange(0, 8)[None, :, None]
+    channel = (split * W + tl.arange(0, W)[None, None, :]) * 16 + t * 4
+    i = tl.arange(0, 4)
+
+    rights = ()
+    if ROWS > 0:
+        k = tl.arange(0, S)[None, None, None, :, None]
+        for o in tl.static_range(GROUPS):
+            row = (o * 8 + g)[:, :, :, None, None]
+            at = (row * N + k) * H + channel[:, :, :, None, None] + i[None, None, None, None, :]
+            rights = rights + (tl.load(fn_ptr + at, mask=(row < ROWS) & (k < N), other=0.0),)
+    parts = ()
+    for _ in tl.static_range(3 * GROUPS):
+        parts = parts + (tl.zeros((W, 16 * S, 8), tl.bfloat16),)
+    if SPREAD:
+        own = first + t % 2 * 8 + g + tl.arange(0, W)[None, None, :] * 0
+        has = own < tokens
+        if sequence_ptr is not None:
+            has = tl.load(sequence_ptr + own, mask=has, other=-1) >= 0
+        post, logits = _load_carry(carry_ptr, own, has, N, S)
+        post_0, c_0 = tl.zeros((8, W, 1, S), tl.float32), tl.zeros((8, W, S, S), tl.float32)
+        post_1, c_1 = post_0, c_0
+    if first < tokens:  # always; but the compiler would work these out where they are used, behind the wait
+        if SPREAD:
+            post_0, c_0, post_1, c_1 = _weights(post, logits, eps, N, S, ITERS)
+        parts = _right_parts(rights, GROUPS, S, W)
+
+    token = first + tl.arange(0, 2)[None, None, None, :, None, None] * 8 + g[:, :, :, None, None, None]
+    channel = channel[:, :, :, None, None, None] + i[None, None, None, None, None, :]
+    k = tl.arange(0, S)[None, None, None, None, :, None]
     there = token < tokens
     live = there
     if sequence_ptr is not None:
         live = tl.load(sequence_ptr + token, mask=there, other=-1) >= 0
-
-    rights = ()
-    if ROWS > 0:
-        t4 = tl.arange(0, 4)[:, None, None, None]
-        w4 = tl.arange(0, W)[None, None, :, None]
-        i4 = tl.arange(0, 4)[None, None, None, :]
-        g4 = tl.arange(0, 8)[None, :, None, None]
-        at = (split * W + w4) * 16 + t4 * 4 + i4
-        for k in tl.static_range(N):
-            for o in tl.static_range(GROUPS):
-                row = o * 8 + g4
-                f = fn_ptr + (row * N + k) * H + at
-                rights = rights + (tl.load(f, mask=row < ROWS, other=0.0),)
-    weights, parts = (), ()
-    if SPREAD:
-        own = first + (tl.arange(0, 4)[:, None, None, None] % 2) * 8 + tl.arange(0, 8)[None, :, None, None]
-        own += tl.arange(0, W)[None, None, :, None] * 0
-        has = own < tokens
-        if sequence_ptr is not None:
-            has = tl.load(sequence_ptr + own, mask=has, other=-1) >= 0
-        rows = _carry_rows(carry_ptr, own, has, N)
-        for _ in tl.static_range(40):
-            weights = weights + (tl.zeros((8, W), tl.float32),)
-    for _ in tl.static_range(3 * N * GROUPS):
-        parts = parts + (tl.zeros((W, 16, 8), tl.bfloat16),)
-    if first < tokens:  # always; but the compiler would work these out where they are used, behind the wait
-        if SPREAD:
-            weights = _weights(rows, eps, N, ITERS)
-        parts = _right_parts(rights, N * GROUPS, W)
+    at = token.to(tl.int64) * token_stride + channel
+    to = token.to(tl.int64) * (N * H) + k * H + channel
+    y_at = token.to(tl.int64) * H + channel
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    place = token.to(tl.int64) * token_stride + channel
-    x = ()
-    for j in tl.static_range(N):
-        x = x + (tl.load(streams_ptr + (place + j * stream_stride), mask=live, other=0.0),)
     dtype: tl.constexpr = streams_ptr.dtype.element_ty
     if SPREAD:
-        y = tl.load(y_ptr + (token.to(tl.int64) * H + channel), mask=live, other=0.0).to(tl.float32)
-        again = _carry_rows(carry_ptr, own, has, N)
-        if _changed(rows, again, N):
-            weights = _weights(again, eps, N, ITERS)
-        spread = ()
-        for k in tl.static_range(N):
-            s = _both(weights, k) * y
-            for j in tl.static_range(N):
-                s += _both(weights, 4 + 4 * j + k) * x[j].to(tl.float32)
-            spread = spread + (_round(s, dtype),)
-            to = out_ptr + (token.to(tl.int64) * (N * H) + k * H + channel)
-            tl.store(to, spread[k], mask=there)
-        x = spread
+        x = ()
+        for j in tl.static_range(N):
+            x = x + (tl.load(streams_ptr + at + j * stream_stride, mask=live, other=0.0),)
+        y = tl.load(y_ptr + y_at, mask=live, other=0.0).to(tl.float32)
+        post_now, logits_now = _load_carry(carry_ptr, own, has, N, S)
+        if _changed(post, logits, post_now, logits_now):
+            post_0, c_0, post_1, c_1 = _weights(post_now, logits_now, eps, N, S, ITERS)
+        s = _both(tl.sum(post_0, 2), tl.sum(post_1, 2)) * y
+        firsts, seconds = _columns(c_0, S), _columns(c_1, S)
+        for j in tl.static_range(N):
+            s += _both(firsts[j], seconds[j]) * x[j].to(tl.float32)
+        all_x = _round(s, dtype)
+        tl.store(out_ptr + to, all_x, mask=there & (k < N))
+    else:
+        all_x = tl.load(streams_ptr + at + k * stream_stride, mask=live & (k < N), other=0.0)
 
     if ROWS > 0:
         LEFT: tl.constexpr = 1 if dtype == tl.bfloat16 else 3
-        squares = tl.zeros((4, 8, W, 2), tl.float32)
+        s = all_x.to(tl.float32)
+        lefts = _pieces(s, LEFT)
         totals = ()
-        for _ in tl.static_range(3 * GROUPS):
-            totals = totals + (tl.zeros((W, 16, 8), tl.float32),)
-        for k in tl.static_range(N):
-            s = x[k].to(tl.float32)
-            squares += tl.sum(s * s, 4)
-            lefts = _pieces(s, LEFT)
-            now = ()
-            for o in tl.static_range(GROUPS):
-                for p in tl.static_range(3):
-                    total = totals[o * 3 + p]
-                    for q in tl.static_range(LEFT):
-                        if p + q < 3:
-                            a = tl.permute(tl.reshape(lefts[q], (4, 8, W, 2, 2, 2)), (2, 3, 1, 4, 0, 5))
-                            total = tl.dot(tl.reshape(a, (W, 16, 16)), parts[(k * GROUPS + o) * 3 + p], total)
-                    now = now + (total,)
-            totals = now
+        for o in tl.static_range(GROUPS):
+            for p in tl.static_range(3):
+                total = tl.zeros((W, 16, 8), tl.float32)
+                for q in tl.static_range(LEFT):
+                    if p + q < 3:
+                        a = tl.permute(tl.reshape(lefts[q], (4, 8, W, 2, S, 2, 2)), (2, 3, 1, 4, 5, 0, 6))
+                        total = tl.dot(tl.reshape(a, (W, 16, 16 * S)), parts[o * 3 + p], total)
+                totals = totals + (total,)
+        squares = tl.sum(tl.sum(s * s, 5), 4)
         _store_parts(part_ptr, totals, squares, first, tokens, split, H // (16 * W), GROUPS, COLUMNS, W)
 
 
