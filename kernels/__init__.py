@@ -7,6 +7,7 @@
     gemm              linear layers, block-scaled FP8 ones, grouped ones
     gemm_decode       the same with kernels, for few tokens and many; a norm in front
     hyper_connection  residual streams mixed by doubly stochastic matrices
+    hyper_connection_decode  the same in two launches a sublayer, the norm of its input included
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries
     cache_write       scatter into window rings and blocks

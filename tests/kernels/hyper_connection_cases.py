@@ -55,8 +55,10 @@ def mix_fault(got: Mixed, streams: torch.Tensor, mixer: Mixer, sequence: torch.T
     pre = torch.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + mixer.eps
     x = (pre[:, :, None] * s).sum(1)
     x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + mixer.norm_eps) * mixer.norm.double()
-    # x is rounded before the norm and, but for the head, after it: half a last place each.
+    # x is rounded before the norm and, but for the head, after it: half a last place each. What the first rounding adds
+    # to the mean of squares moves the norm's factor as well: by less, the more channels there are.
     places = sum(2.0**-8 for dtype in (streams.dtype, got.x.dtype) if dtype == torch.bfloat16)
+    places *= 1 + 4 * streams.shape[2] ** -0.5
     fault = _difference("x", got.x, x, places)
     if mixer.fn.shape[0] == n:
         return fault or ("" if got.carry is None and got.x.dtype == torch.float32 else "carry or dtype of the head")
