@@ -106,11 +106,13 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
     if routing.x_many is None:
         cut["NB"] = 0
     shares = counters = None
+    most = rows // (MANY + 1)  # experts with many rows
+    share_size = (rows + most * 8 * cut["NB"]) * w13.rows
     if cut["NB"] and cut["SPLIT"] > 1:
-        shares = torch.empty((cut["SPLIT"], rows, w13.rows), device=device)
-        counters = _counters(device, rows // (MANY + 1) * (w13.rows // 16))
+        shares = torch.empty((cut["SPLIT"], share_size), device=device)
+        counters = _counters(device, most * (w13.rows // 16))
     given = (between, routing.x, routing.x_many, w13.codes, w13.scales, w13.factors, routing.token, routing.weight)
-    given = (*given, routing.active, shares, counters, rows, rows * w13.rows, limit)
+    given = (*given, routing.active, shares, counters, routing.entries, rows, share_size, limit)
     _launch(up_kernel, given, w13, tile, rows=rows, H=w13.channels, INNER=inner, **cut)
     return between
 
@@ -118,7 +120,7 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
 def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: Tile) -> Tensor:
     """Return h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
     parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
-    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
+    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active, routing.entries)
     cut = fit(tile, w2)
     if routing.x_many is None:
         cut["NB"] = 0
@@ -217,7 +219,7 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
     signature = dict.fromkeys(kernel.arg_names, "*i32")
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "x_many_ptr": "*fp16", "scales_ptr": "*i16"}
     signature |= dict.fromkeys(("part_ptr", "weight_ptr", "factors_ptr", "share_ptr"), "*fp32")
-    signature |= {"limit": "fp32", "capacity": "i32", "share_size": "i32"}
+    signature |= {"limit": "fp32", "entries": "i32", "capacity": "i32", "share_size": "i32"}
     if op == DOWN:
         del fixed["SPLIT"]
     elif not cut["NB"]:
@@ -233,5 +235,5 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
         tile.num_stages,
         maxnreg=tile.constants["REGISTERS"] or None,
         weight_columns=8,
-        unaligned=("capacity", "share_size") if op == UP else (),
+        unaligned=("entries", "capacity", "share_size") if op == UP else ("entries",),
     )

@@ -62,6 +62,11 @@ class Routing:
         """N."""
         return int(self.token.shape[1])
 
+    @property
+    def entries(self) -> int:
+        """How many experts `active` has room for."""
+        return (int(self.active.shape[0]) - 4) // 4
+
 
 def route_tokens_reference(
     x: Tensor,

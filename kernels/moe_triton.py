@@ -367,7 +367,7 @@ def _few(
 
 @triton.jit
 def _many(
-    out, weights, x_ptr, gather_ptr, edges, row_tile, shares, share, item,
+    out, weights, x_ptr, gather_ptr, edges, row_tile, shares, share, place,
     K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
@@ -383,36 +383,41 @@ def _many(
             weights, x_ptr, gather_ptr, part, row_tile, begin, K, PACKED, S, AHEAD, R, W, NB, SPLIT, FORMAT, WAIT
         )
         if SPLIT > 1:
-            at, live = _place_share(part, tile, 2 * COLUMNS, 8 * NB)
-            tl.store(shares[0] + share * shares[2] + at, total, mask=live)
+            at, live = _place_share(part, place, row_tile, 2 * COLUMNS, 16 * R * W, 8 * NB)
+            tl.store(shares[0] + share * shares[2] + at, tl.reshape(total, (16 * R * W, 8 * NB)), mask=live)
         elif UP:
             _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
         else:
             _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
     if SPLIT > 1:
         tl.debug_barrier()  # all have stored before one says so; that releases their stores and acquires others'
-        if tl.atomic_add(shares[1] + item, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            tl.store(shares[1] + item, 0)  # for the next call
+        counter = shares[1] + (place * (2 * COLUMNS // 16) + row_tile)
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counter, 0)  # for the next call
             for start in tl.range(edges[0], edges[1], 8 * NB, num_stages=1):
                 part = (start, edges[1])
-                at, live = _place_share(part, tile, 2 * COLUMNS, 8 * NB)
+                at, live = _place_share(part, place, row_tile, 2 * COLUMNS, 16 * R * W, 8 * NB)
                 total = tl.load(shares[0] + at, mask=live, other=0.0, cache_modifier=".cg")
                 for i in tl.static_range(1, SPLIT):
                     total += tl.load(shares[0] + i * shares[2] + at, mask=live, other=0.0, cache_modifier=".cg")
+                total = tl.reshape(total, (R, W, 16, 8 * NB))
                 _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
 
 
 @triton.jit
-def _place_share(edges, tile, ROWS: tl.constexpr, N: tl.constexpr):
-    """Return where [.., .., 16, N] of a share's [routed rows, ROWS] lies, and which of it there is."""
-    row = edges[0] + tl.arange(0, N)
-    channel = tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    return row[None, None, None, :] * ROWS + channel[:, :, :, None], (row < edges[1])[None, None, None, :]
+def _place_share(edges, place, row_tile, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Return where [M, N] of a share lies, from a tile on, and which of it there is.
+
+    N routed rows at a time lie row by row innermost; N rows apart for each expert before, to stay clear of the next.
+    """
+    column = tl.arange(0, N)
+    at = (edges[0] + place * N) * ROWS + row_tile * (16 * N) + tl.arange(0, M)[:, None] * N + column[None, :]
+    return at, (edges[0] + column < edges[1])[None, :]
 
 
 @triton.jit
 def _take(
-    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity, shares,
+    out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, entries, capacity, shares,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr,
     AHEAD: tl.constexpr, MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr,
@@ -423,30 +428,67 @@ def _take(
     First come those of the experts with many rows: MANY_R KS RS tiles, of ROWS / 16, 8 NB routed rows at once, one of
     SPLIT shares of the channels. Then those of the others: R RS tiles, 16 routed rows at once, PAIR_S steps at a time,
     if there are more than 8. NB 0: no expert has many; PAIR_S 0: none has more than 8.
-    capacity: of an expert's lists of what goes with its rows.   shares: sums [SPLIT, N, ROWS], counters, N ROWS.
+    entries: that the list of experts has room for.   capacity: of an expert's lists of what goes with its rows.
+    shares: sums [SPLIT, size], counters, size: of _place_share.
     """
     BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
-    MANY_BLOCKS: tl.constexpr = ROWS // (16 * MANY_R * KS * RS)
+    MANY_ITEMS: tl.constexpr = ROWS // (16 * MANY_R * KS * RS) * SPLIT
     number, many = tl.load(active_ptr), tl.load(active_ptr + 1)
-    items = many * (MANY_BLOCKS * SPLIT) + (number - many) * BLOCKS if NB > 0 else number * BLOCKS
-    first = tl.program_id(0)
+    item = tl.program_id(0)
+    of_many = many * MANY_ITEMS if NB > 0 else 0
+    items = of_many + (number - many) * BLOCKS if NB > 0 else number * BLOCKS
     if LOOPS:
-        for item in tl.range(first, items, tl.num_programs(0), num_stages=1):
+        for i in tl.range(item, items, tl.num_programs(0), num_stages=1):
+            place, block = _place(i, many, NB, BLOCKS, MANY_ITEMS)
+            expert, first, count = _entry(active_ptr, place, entries)
             _do(
-                item, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr,
-                capacity, shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT,
-                FORMAT, UP, WAIT,
+                place, block, expert, first, count, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr,
+                gather_ptr, capacity, shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD,
+                MANY_R, SPLIT, FORMAT, UP, WAIT,
             )  # fmt: skip
-    elif first < items:
-        _do(
-            first, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity,
-            shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, FORMAT, UP, WAIT,
-        )  # fmt: skip
+    else:
+        # Asked for before it is known how many experts have many rows: a wait less, if none has, or this item's does.
+        expert, first, count = _entry(active_ptr, item // BLOCKS, entries)
+        if NB > 0:
+            guess = _entry(active_ptr, item // MANY_ITEMS, entries)
+        if item < items:
+            place, block = _place(item, many, NB, BLOCKS, MANY_ITEMS)
+            if NB > 0:
+                if item < of_many:
+                    expert, first, count = guess[0], guess[1], guess[2]
+                elif many > 0:
+                    expert, first, count = _entry(active_ptr, place, entries)
+            _do(
+                place, block, expert, first, count, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr,
+                gather_ptr, capacity, shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD,
+                MANY_R, SPLIT, FORMAT, UP, WAIT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _place(item, many, NB: tl.constexpr, BLOCKS: tl.constexpr, MANY_ITEMS: tl.constexpr):
+    """Return an item's expert's place in the list, and which of the expert's items it is."""
+    place, block = item // BLOCKS, item % BLOCKS
+    if NB > 0:
+        rest = item - many * MANY_ITEMS
+        place = tl.where(rest < 0, item // MANY_ITEMS, many + rest // BLOCKS)
+        block = tl.where(rest < 0, item % MANY_ITEMS, rest % BLOCKS)
+    return place, block
+
+
+@triton.jit
+def _entry(active_ptr, place, entries):
+    """Return expert, first row and number of rows at a place of the list, which may be beyond its end."""
+    at, exists = active_ptr + 4 + place * 4, place < entries
+    return (
+        tl.load(at, mask=exists, other=0), tl.load(at + 1, mask=exists, other=0), tl.load(at + 2, mask=exists, other=0)
+    )  # fmt: skip
 
 
 @triton.jit
 def _do(
-    item, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity, shares,
+    place, block, expert, first, count, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr,
+    capacity, shares,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     KS: tl.constexpr, RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr,
     AHEAD: tl.constexpr, MANY_R: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr,
@@ -454,17 +496,6 @@ def _do(
 ):  # fmt: skip
     """Do an item of _take's."""
     W: tl.constexpr = KS * RS
-    BLOCKS: tl.constexpr = ROWS // (16 * R * RS)
-    MANY_BLOCKS: tl.constexpr = ROWS // (16 * MANY_R * W)
-    place, block, share = item // BLOCKS, item % BLOCKS, 0
-    if NB > 0:
-        of_many = many * (MANY_BLOCKS * SPLIT)
-        if item < of_many:
-            share, block, place = item % SPLIT, item // SPLIT % MANY_BLOCKS, item // (SPLIT * MANY_BLOCKS)
-        else:
-            place, block = (item - of_many) // BLOCKS + many, (item - of_many) % BLOCKS
-    entry = active_ptr + 4 + place * 4
-    expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     codes = codes_ptr + expert.to(tl.int64) * (ROWS * K // 8)
     scaled = scales_ptr + expert.to(tl.int64) * (ROWS * K // (32 if FORMAT == NVFP4 else 64))
     low = tl.load(factors_ptr + expert * (2 if UP else 1))
@@ -478,8 +509,7 @@ def _do(
         out = (out[0], out[1] + lists, out[2])
     if NB > 0 and place < many:
         _many(
-            out, weights, x_many_ptr, gather_ptr, edges, block * (MANY_R * W), shares, share,
-            place * MANY_BLOCKS + block,
+            out, weights, x_many_ptr, gather_ptr, edges, block // SPLIT * (MANY_R * W), shares, block % SPLIT, place,
             K, COLUMNS, PACKED, MANY_S, AHEAD, MANY_R, W, NB, SPLIT, FORMAT, UP, WAIT,
         )  # fmt: skip
     elif PAIR_S > 0 and count > 8:
@@ -494,10 +524,10 @@ def _do(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "share_size"])
+@triton.jit(do_not_specialize=["entries", "capacity", "share_size"])
 def up_kernel(
     hidden_ptr, x_ptr, x_many_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, share_ptr,
-    counter_ptr, capacity, share_size, limit,
+    counter_ptr, entries, capacity, share_size, limit,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
     MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr,
@@ -509,14 +539,14 @@ def up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _take(
         (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr, active_ptr,
-        capacity, (share_ptr, counter_ptr, share_size),
+        entries, capacity, (share_ptr, counter_ptr, share_size),
         2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, LOOPS, FORMAT, True, False,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def down_kernel(
-    part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
+    part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr, entries,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
     MANY_R: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
@@ -529,7 +559,7 @@ def down_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     _take(
-        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, 0, None,
+        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, entries, 0, None,
         H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, 1, LOOPS, FORMAT, False, PDL,
     )  # fmt: skip
     # Whoever waits for this kernel relies on all that came before. One program is enough, and those that find nothing
