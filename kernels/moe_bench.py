@@ -61,6 +61,7 @@ def samples() -> list[Bench]:
         _bench(1, "uniform", "nvfp4", **small),
         _bench(5, "uniform", "mxfp4", **small),
         _bench(12, "same", "nvfp4", padding=3, **small),  # more than 8 rows an expert
+        _bench(24, "same", "nvfp4", **small),  # more than 16
         _bench(5, "uniform", "nvfp4", by_table=True, **small),
     ]
 

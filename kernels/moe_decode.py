@@ -234,6 +234,6 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
         cut["KS"] * cut["RS"],
         tile.num_stages,
         maxnreg=tile.constants["REGISTERS"] or None,
-        weight_columns=8,
+        has_packed_weights=True,
         unaligned=("entries", "capacity", "share_size") if op == UP else ("entries",),
     )

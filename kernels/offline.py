@@ -188,7 +188,7 @@ def _report(variant: Variant, arch: str, log: str, sass: str, shared: int, secon
         wide=sum(n for opcode, n in opcodes.items() if re.match(r"(LDG|LDGSTS)\b.*\.128\b", opcode)),
         loop=len(loop),
         per_byte=round(lanes / variant.bytes_per_program, 2) if variant.bytes_per_program else None,
-        per_weight=_per_weight(code, variant.weight_columns) if variant.weight_columns else None,
+        per_weight=_per_weight(code) if variant.has_packed_weights else None,
         seconds=round(seconds, 2),
     )
     report = dataclasses.replace(report, resident=_resident(report, variant.num_warps))
@@ -215,11 +215,11 @@ def _longest_loop(code: list[tuple[int, str, str]]) -> list[str]:
     return max(with_tensor or loops, key=len, default=[])
 
 
-def _per_weight(code: list[tuple[int, str, str]], columns: int) -> float | None:
+def _per_weight(code: list[tuple[int, str, str]]) -> float | None:
     """Return lane instructions per weight of the innermost loop that takes the most.
 
-    A warp's HMMA multiplies 16 x 16 weights with 8 columns, its share of an HGMMA as many with all `columns`. A loop
-    for more columns than `columns` has more HMMA for each weight, so that it counts for less and another is reported.
+    An HGMMA multiplies each warp's 16 x 16 weights with all columns, an HMMA with 8 columns. A weight is multiplied
+    once with its scale, two at a time by an HMUL2 of every lane: so many times do products repeat it.
     """
     loops = _loops(code)
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
@@ -227,8 +227,10 @@ def _per_weight(code: list[tuple[int, str, str]], columns: int) -> float | None:
     for body in (_body(code, loop) for loop in inner):
         wide = sum(name.startswith("HGMMA") for name in body)
         narrow = sum(bool(_TENSOR.match(name)) for name in body) - wide
+        scaled = sum(name.startswith("HMUL2") for name in body)
         if wide or narrow:
-            costs.append(32 * len(body) / (16 * 16 * (wide + narrow * 8 / columns)))
+            repeats = max(1, round(4 * narrow / scaled)) if scaled else 1
+            costs.append(32 * len(body) / (16 * 16 * (wide + narrow / repeats)))
     return round(max(costs), 2) if costs else None
 
 

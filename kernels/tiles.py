@@ -37,8 +37,8 @@ class Variant:
     (of one pass of its loop if that is all the loop body does), for instructions per byte; None: not reported.
     unaligned: integer and pointer arguments that are not multiples of 16; the JIT marks all others so at run time.
     ones: integer arguments that are always 1, which the JIT turns into constants.
-    maxnreg: register limit per thread, if the launch sets one.   weight_columns: if the left
-    operand is packed weights, the fewest columns that they are multiplied with, for instructions per weight.
+    maxnreg: register limit per thread, if the launch sets one.   has_packed_weights: as
+    left operand, unpacked and scaled in registers: instructions per weight are reported and bounded.
     """
 
     op: str
@@ -52,7 +52,7 @@ class Variant:
     unaligned: Sequence[str] = ()
     ones: Sequence[str] = ()
     maxnreg: int | None = None
-    weight_columns: int | None = None
+    has_packed_weights: bool = False
 
 
 def _attention(

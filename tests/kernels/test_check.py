@@ -13,6 +13,7 @@ import triton.language as tl
 
 from deploy import cli
 from kernels import check as gate
+from kernels import offline
 from kernels.offline import LIMITS, Report
 from kernels.sparse_attention_decode import rare_variants
 from kernels.tiles import Variant
@@ -108,11 +109,13 @@ def test_too_much_shared_memory_is_refused():
 
 def test_too_many_instructions_for_a_packed_weight_are_refused():
     tile = dataclasses.replace(PRODUCT, constants={"M": 64, "N": 64, "K": 32})
-    (report,) = gate.check([(dataclasses.replace(tile, weight_columns=64), "sm_120")], cache=None)
-    products = sum(report.tensor.values()) / 8  # of 16 x 16 with 64 columns
-    assert report.per_weight == pytest.approx(report.loop * 32 / 256 / products, abs=0.01)
-    limit = dataclasses.replace(tile, weight_columns=64 * 20)
-    assert "instructions a weight: at most 10.1, or issue limits the loop" in faults(limit)
+    variant = dataclasses.replace(tile, has_packed_weights=True)
+    (report,) = gate.check([(variant, "sm_120")], cache=None)
+    assert report.per_weight == pytest.approx(report.loop * 32 / 256 / sum(report.tensor.values()), abs=0.01)
+    assert report.faults == ()
+    report = dataclasses.replace(report, per_weight=10.2)
+    (fault,) = offline._faults(report, variant)
+    assert "10.2 instructions a weight: at most 10.1, or issue limits the loop" in fault
 
 
 def test_one_byte_loads_of_an_unaligned_pointer_are_counted():
