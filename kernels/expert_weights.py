@@ -10,10 +10,10 @@ byte 2 p + 1 of a word has the row g and channels p and p + 2, byte 2 p the row 
 
     bit 7: sign of channel p;   bits 6-4: magnitude of channel p + 2;   bits 3-1: of channel p;   bit 0: sign of p + 2
 
-so that one bitwise choice, masks and shifts by a byte give eight f16 (moe_triton.py). Scales lie in steps' order, up to
-4 steps together: lane by lane, for each step, a byte of row g and one of row g + 8. mxfp4 has scales for 16 lanes,
-2 g + t / 2. A first matrix (w1 and w3, one above the other) has rows of w1 as rows g of a tile and the same rows of w3
-as rows g + 8: a lane then holds the gate and the value it is multiplied with.
+so that one bitwise choice, masks and shifts by a byte give eight f16 (moe_weights_triton.py). Scales lie in steps'
+order, up to 4 steps together: lane by lane, for each step, a byte of row g and one of row g + 8. mxfp4 has scales for
+16 lanes, 2 g + t / 2. A first matrix (w1 and w3, one above the other) has rows of w1 as rows g of a tile and the same
+rows of w3 as rows g + 8: a lane then holds the gate and the value it is multiplied with.
 
 The order is a permutation of bits: nothing is rounded, and `unpack_experts` gives back what was packed.
 """

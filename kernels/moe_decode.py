@@ -4,19 +4,19 @@
     out[t] = sum over the token's k rows, in the order of its choices, of h[r] W2^T, then + add[t]
 
 Three launches: both first products with the activation; the last product, rows apart; the sum. The first two take items
-from a list that routing has made, (expert, block of weight rows), so an expert without tokens costs nothing. Nothing is
-read back, sizes depend on the number of tokens alone, and sums have a fixed order: equal inputs give equal bits, and a
-token's bits do not depend on the others but for how many tokens its experts have (8, or more).
+from a list that routing has made, (expert, block of weight rows), so an expert without tokens costs nothing; experts
+with many rows come first, and programs share the channels of their first products. Nothing is read back, sizes depend
+on the number of tokens alone, and sums have a fixed order: equal inputs give equal bits, and a token's bits depend on
+nothing of the others but how many there are (which tile) and how many chose its experts (8, MANY, or more).
 
 Activations are f16 between the products: x comes from a norm, h from a clamped product of at most L^2 times its weight.
-What f16 can't hold becomes NaN for its token alone. Weights are exact (moe_triton.py), sums float32.
+What f16 can't hold becomes NaN for its token alone. Weights are exact (moe_weights_triton.py), sums float32.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,8 +89,8 @@ def experts_decode(
     parts = last_product(routing, between, w2, tile=last)
     pdl, launch = _pdl(routing.x.device)
     sum_kernel[(tokens, -(-hidden // _SUM_BLOCK))](
-        out, parts, routing.ids, routing.rank, routing.first, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl, num_warps=4, num_stages=1,
-        **launch,
+        out, parts, routing.ids, routing.rank, routing.first, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl,
+        num_warps=4, num_stages=1, **launch,
     )  # fmt: skip
     return out
 
@@ -107,12 +107,15 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
         cut["NB"] = 0
     shares = counters = None
     most = rows // (MANY + 1)  # experts with many rows
+    # Address space rather than memory: only rows of such experts are touched.
     share_size = (rows + most * 8 * cut["NB"]) * w13.rows
     if cut["NB"] and cut["SPLIT"] > 1:
         shares = torch.empty((cut["SPLIT"], share_size), device=device)
         counters = _counters(device, most * (w13.rows // 16))
-    given = (between, routing.x, routing.x_many, w13.codes, w13.scales, w13.factors, routing.token, routing.weight)
-    given = (*given, routing.active, shares, counters, routing.entries, rows, share_size, limit)
+    given = (
+        between, routing.x, routing.x_many, w13.codes, w13.scales, w13.factors, routing.token, routing.weight,
+        routing.active, shares, counters, rows, share_size, limit,
+    )  # fmt: skip
     _launch(up_kernel, given, w13, tile, rows=rows, H=w13.channels, INNER=inner, **cut)
     return between
 
@@ -120,7 +123,7 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
 def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: Tile) -> Tensor:
     """Return h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
     parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
-    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active, routing.entries)
+    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
     cut = fit(tile, w2)
     if routing.x_many is None:
         cut["NB"] = 0
@@ -129,9 +132,7 @@ def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: 
     return parts
 
 
-def _launch(
-    kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, **cut: int
-) -> None:
+def _launch(kernel: Any, given: tuple[Any, ...], weights: ExpertWeights, tile: Tile, *, rows: int, **cut: int) -> None:
     warps, tiles = cut["KS"] * cut["RS"], weights.rows // 16
     blocks, many_blocks = tiles // (cut["R"] * cut["RS"]), tiles // (cut["MANY_R"] * warps) * cut.get("SPLIT", 1)
     most = rows // (MANY + 1) if cut["NB"] else 0  # experts with many rows
@@ -144,8 +145,8 @@ def _launch(
     pdl, launch = _pdl(weights.codes.device)
     limit = {"maxnreg": tile.constants["REGISTERS"]} if tile.constants["REGISTERS"] else {}
     kernel[(programs,)](
-        *given, PACKED=weights.packed_steps, LOOPS=tile.constants["RESIDENT"] > 0, FORMAT=FORMATS[weights.format], PDL=pdl, **cut,
-        num_warps=warps, num_stages=tile.num_stages, **limit, **launch,
+        *given, PACKED=weights.packed_steps, LOOPS=tile.constants["RESIDENT"] > 0, FORMAT=FORMATS[weights.format],
+        PDL=pdl, **cut, num_warps=warps, num_stages=tile.num_stages, **limit, **launch,
     )  # fmt: skip
 
 
@@ -219,7 +220,7 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
     signature = dict.fromkeys(kernel.arg_names, "*i32")
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "x_many_ptr": "*fp16", "scales_ptr": "*i16"}
     signature |= dict.fromkeys(("part_ptr", "weight_ptr", "factors_ptr", "share_ptr"), "*fp32")
-    signature |= {"limit": "fp32", "entries": "i32", "capacity": "i32", "share_size": "i32"}
+    signature |= {"limit": "fp32", "capacity": "i32", "share_size": "i32"}
     if op == DOWN:
         del fixed["SPLIT"]
     elif not cut["NB"]:
@@ -235,5 +236,5 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
         tile.num_stages,
         maxnreg=tile.constants["REGISTERS"] or None,
         has_packed_weights=True,
-        unaligned=("entries", "capacity", "share_size") if op == UP else ("entries",),
+        unaligned=("capacity", "share_size") if op == UP else (),
     )

@@ -62,11 +62,6 @@ class Routing:
         """N."""
         return int(self.token.shape[1])
 
-    @property
-    def entries(self) -> int:
-        """How many experts `active` has room for."""
-        return (int(self.active.shape[0]) - 4) // 4
-
 
 def route_tokens_reference(
     x: Tensor,
@@ -232,7 +227,13 @@ def variants(arch: str) -> list[Variant]:
 def _variant(tokens: int, *, by_table: bool, padded: bool) -> Variant:
     signature = dict.fromkeys(route_kernel.arg_names, "*i32") | {"tokens": "i32", "size": "i32", "scaling": "fp32"}
     signature |= dict.fromkeys(("scores_ptr", "bias_ptr", "weights_ptr", "weight_ptr"), "*fp32")
-    signature |= {"table_ptr": "*i64", "token_ids_ptr": "*i64", "x_ptr": "*bf16", "few_ptr": "*fp16", "many_ptr": "*fp16"}
+    signature |= {
+        "table_ptr": "*i64",
+        "token_ids_ptr": "*i64",
+        "x_ptr": "*bf16",
+        "few_ptr": "*fp16",
+        "many_ptr": "*fp16",
+    }
     absent = ["bias_ptr"] if by_table else ["table_ptr", "token_ids_ptr"]
     absent += [] if tokens > MANY else ["many_ptr"]
     absent += [] if padded else ["sequence_ptr"]

@@ -190,7 +190,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _experts(1, ks=4, registers=80, tokens=1),
             _experts(1, ks=2, registers=96, tokens=8),
             _experts(1, ks=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, rs=4, pair_s=2, nb=8, many_s=2, split=4, registers=128, stages=3),
+            _experts(2, rs=4, pair_s=2, nb=8, ahead=2, split=4, registers=128, stages=3),
         ),
     },
     "moe_down": {

@@ -44,7 +44,11 @@ def test_rows_are_listed_by_expert_then_token_and_padding_has_none():
     assert routed.ids.tolist() == [[5, 2], [0, 5], [5, 0], [-1, -1]]
     assert routed.rank.tolist() == [[0, 0], [0, 1], [2, 1], [-1, -1]]
     assert routed.first.tolist() == [0, 2, 2, 3, 3, 3]
-    assert [routed.token[expert, :rows].tolist() for expert, rows in ((0, 2), (2, 1), (5, 3))] == [[1, 2], [0], [0, 1, 2]]
+    assert [routed.token[expert, :rows].tolist() for expert, rows in ((0, 2), (2, 1), (5, 3))] == [
+        [1, 2],
+        [0],
+        [0, 1, 2],
+    ]
     assert routed.active[:16].tolist() == [3, 0, 0, 0, 0, 0, 2, 0, 2, 2, 1, 0, 5, 3, 3, 0]
 
 
