@@ -32,6 +32,7 @@ FEW_OP, MANY_OP = "linear_few", "linear_many"
 FEW = 16  # tokens that warps read into registers
 KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2}
 _COUNTERS = 1 << 14
+_ROOM = 128  # tokens of the largest tile
 
 
 def linear_decode(
@@ -113,7 +114,10 @@ def join_weights(weights: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> tu
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return quantize_e4m3(x, 128): codes [T, K] and float32 scales [T, ceil(K / 128)] of x [T, K], any row stride."""
+    """Return quantize_e4m3(x, 128): codes [T, K] and float32 scales [T, ceil(K / 128)] of x [T, K], any row stride.
+
+    On a GPU a token's scales lie apart, those of many tokens together.
+    """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)}, strides {x.stride()}: wanted [T, K] with channels packed")
     tokens, channels = x.shape
@@ -121,13 +125,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         codes, scale = quantize_e4m3(torch.nn.functional.pad(x, (0, -channels % BLOCK)), BLOCK)
         return codes[:, :channels].contiguous(), scale
     codes = torch.empty((tokens, channels), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((tokens, -(-channels // BLOCK)), dtype=torch.float32, device=x.device)
+    # many_kernel reads whole tiles of tokens, and what is there for tokens beyond the last has no effect.
+    room = -(-tokens // _ROOM) * _ROOM
+    scale = torch.empty((-(-channels // BLOCK), room), dtype=torch.float32, device=x.device)
     pdl, launch = _pdl(x.device)
     if tokens:
         quantize_kernel[(tokens,)](
-            codes, scale, x, x.stride(0), K=channels, GROUPS=_groups(channels), PDL=pdl, num_warps=8, **launch
+            codes, scale, x, x.stride(0), room, channels, GROUPS=_groups(channels), PDL=pdl, num_warps=8, **launch
         )
-    return codes, scale
+    return codes, scale.T[:tokens]
 
 
 def _quantized(x: Tensor) -> Tensor:
@@ -139,7 +145,12 @@ def _quantized(x: Tensor) -> Tensor:
 
 
 def _groups(channels: int) -> int:
-    return 1 << (-(-channels // BLOCK) - 1).bit_length()
+    return _power(-(-channels // BLOCK))
+
+
+def _power(count: int) -> int:
+    """Return the least power of two that is not below count."""
+    return 1 << (count - 1).bit_length()
 
 
 def _check(
@@ -187,24 +198,26 @@ def _launch(
     few, pdl = is_few(tile), HAS_PDL(x.device)
     fit = fit_few if few else fit_many
     cut = fit(
-        tile, tokens, rows=rows, channels=channels + offset[1], unit=unit, groups=groups, sms=sm_count(x.device),
-        is_split=norm is None, is_wide=x.dtype == torch.float32,
+        tile, tokens, rows=rows, channels=channels, unit=unit, groups=groups, sms=sm_count(x.device),
+        is_split=norm is None, is_wide=x.dtype == torch.float32, shift=offset[1],
     )  # fmt: skip
+    splits = cut.pop("SPLIT")
     high, wide = span(cut)
-    grid = (groups * -(-rows // high), cut["SPLIT"], -(-tokens // wide))
+    grid = (-(-rows // high), groups * splits, -(-tokens // wide))
     part = counters = x_scale = None
-    if cut["SPLIT"] > 1:
-        slots = grid[0] * grid[2]
-        part = torch.empty(slots * cut["SPLIT"] * high * wide, dtype=torch.float32, device=x.device)
+    if splits > 1:
+        slots = grid[0] * groups * grid[2]
+        part = torch.empty(slots * splits * high * wide, dtype=torch.float32, device=x.device)
         counters = _counters(x.device, slots)
-    fixed: dict[str, Any] = {"ROWS": rows, "K": channels, "SHIFT": offset[1] % BLOCK, "ROW_SHIFT": offset[0]}
-    fixed |= {"KIND": kind, "PDL": pdl, "num_stages": tile.num_stages, **cut} | ({"launch_pdl": True} if pdl else {})
+    fixed: dict[str, Any] = {"SHIFT": offset[1], "KIND": kind, "PDL": pdl, "num_stages": tile.num_stages, **cut}
+    fixed |= {"launch_pdl": True} if pdl else {}
     if few:
-        registers = 0 if x.dtype == torch.float32 else tile.constants["REGISTERS"]
-        limit = {"maxnreg": registers} if registers else {}
+        registers = _register_limit(tile, cut, is_wide=x.dtype == torch.float32)
+        limit = {} if registers is None else {"maxnreg": registers}
         few_kernel[grid](
             out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
-            x.stride(0), out.stride(0), eps, num_warps=cut["KS"] * cut["RS"], **fixed, **limit,
+            x.stride(0), out.stride(0), eps, rows, channels * unit // 16, offset[0], splits,
+            num_warps=cut["KS"] * cut["RS"], **fixed, **limit,
         )  # fmt: skip
         return
     if norm is not None:
@@ -212,7 +225,8 @@ def _launch(
     if quantize:
         x, x_scale = quantize_rows(x.reshape(tokens, -1))
     many_kernel[grid](
-        out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0), out.stride(0),
+        out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0),
+        0 if x_scale is None else x_scale.stride(1), out.stride(0), rows, channels, offset[0], splits,
         num_warps=tile.num_warps, **fixed,
     )  # fmt: skip
 
@@ -221,10 +235,19 @@ def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pdl, launch = _pdl(x.device)
     norm_kernel[(x.shape[0],)](
-        out, x, norm, x.stride(0), eps, K=x.shape[1], BLOCK=1 << (x.shape[1] - 1).bit_length(), PDL=pdl, num_warps=8,
-        **launch,
+        out, x, norm, x.stride(0), x.shape[1], eps, BLOCK=_power(x.shape[1]), PDL=pdl, num_warps=8, **launch
     )  # fmt: skip
     return out
+
+
+def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool) -> int | None:
+    """Return the limit a thread, None for none.
+
+    Programs that share channels are about as many as multiprocessors: nothing is spilled to make room for more.
+    """
+    if is_wide:
+        return None
+    return tile.constants["REGISTERS"] or (128 if cut["SHARES"] > 1 else None)
 
 
 def is_few(tile: Tile) -> bool:
@@ -256,16 +279,19 @@ def fit_few(
     sms: int,
     is_split: bool,
     is_wide: bool,
+    shift: int = 0,
 ) -> dict[str, int]:
-    """Return few_kernel's constants for a matrix, smaller than the tile's where it is too small for them.
+    """Return few_kernel's constants and SPLIT for a matrix, smaller than the tile's where it is too small for them.
 
     R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   DEPTH:
     chunks of 128 bytes a row on their way at a time.   SPLIT: programs that share the channels, up to MAX_SPLIT: as
     many as the multiprocessors have room for, RESIDENT each, as long as each has DEPTH chunks for every warp.
-    is_split: whether they may.   is_wide: x is float32, which takes twice the registers, or more.
+    SHARES: the most that SPLIT may be where it is not 1; so matrices of many sizes share a compilation.
+    is_split: whether they may.   is_wide: x is float32, which takes twice the registers, or more.   shift: channels of
+    the first block that lie before the matrix.
     """
     c = {name: value for name, value in tile.constants.items() if name not in ("REGISTERS", "MAX_SPLIT", "RESIDENT")}
-    chunks, tiles = -(-channels * unit // 128), -(-rows // 16)
+    chunks, tiles = -(-(shift + channels) * unit // 128), -(-rows // 16)
     for name, most in (("KS", chunks), ("RS", tiles), ("R", -(-tiles // c["RS"])), ("DEPTH", -(-chunks // c["KS"]))):
         while c[name] > 1 and c[name] // 2 >= most:
             c[name] //= 2
@@ -275,6 +301,12 @@ def fit_few(
     programs = groups * -(-rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
     c["SPLIT"] = _split(chunks, most if is_split else 1, least=c["KS"] * c["DEPTH"])
+    c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
+    taken = c["KS"] * c["SPLIT"]
+    share = -(-chunks // taken)
+    c["ONCE"] = int(share == c["DEPTH"])
+    is_even = shift == 0 and channels * unit == 128 * share * taken and share % c["DEPTH"] == 0
+    c["EVEN"] = int(is_even and rows % high == 0)
     return c
 
 
@@ -289,8 +321,9 @@ def fit_many(
     sms: int,
     is_split: bool,
     is_wide: bool,
+    shift: int = 0,
 ) -> dict[str, int]:
-    """Return many_kernel's constants. BYTES: of a row of weights in a step.   SPLIT: as of fit_few, of LEAST steps."""
+    """Return many_kernel's constants and SPLIT, of LEAST steps.   BYTES: of a row of weights in a step."""
     own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST")
     c = {name: value for name, value in tile.constants.items() if name not in own}
     c["BLOCK_K"] = tile.constants["BYTES"] // unit // (2 if is_wide else 1)
@@ -299,7 +332,12 @@ def fit_many(
     high, wide = span(c)
     programs = groups * -(-rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
-    c["SPLIT"] = _split(-(-channels // c["BLOCK_K"]), most if is_split else 1, least=tile.constants["LEAST"])
+    steps = -(-(shift + channels) // c["BLOCK_K"])
+    c["SPLIT"] = _split(steps, most if is_split else 1, least=tile.constants["LEAST"])
+    c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
+    c["EVEN"] = int(shift == 0 and channels % c["BLOCK_K"] == 0)
+    if channels * unit % 16 or shift * unit % 16:
+        c["AHEAD"] = 0  # it takes whole pieces of 16 bytes
     return c
 
 
@@ -328,24 +366,38 @@ def _counters(device: torch.device, count: int) -> Tensor:
     return _counter_pool(device)
 
 
-# What the offline gate compiles: DeepSeek-V4-Flash's matrices, most of them of one rank of 4.
+# What the offline gate compiles: a shape for each compilation of DeepSeek-V4-Flash's matrices on 1, 2 and 4 ranks.
 # tokens, rows, channels, dtype of weights, of x, of the output, normed, quantised
+_FP8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
 _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
-    (1, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
-    (1, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (1, 1536, 4096, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (1, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
-    (1, 32320, 4096, torch.bfloat16, "*fp32", "*fp32", True, False),
-    (16, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", True, False),
-    (16, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (64, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
-    (64, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (64, 32768, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (64, 4096, 2048, torch.float8_e4m3fn, "*bf16", "*bf16", False, True),
-    (64, 32320, 4096, torch.bfloat16, "*fp32", "*fp32", True, False),
-    (256, 8192, 1024, torch.float8_e4m3fn, "*bf16", "*bf16", False, False),
-    (4096, 2624, 4096, torch.bfloat16, "*bf16", "*fp32", False, False),
+    (1, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
+    (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
+    (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (1, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
+    (1, 1024, 4096, _FP8, "*bf16", "*bf16", False, False),  # programs share the channels
+    (1, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
+    (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (1, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (1, 256, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (1, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
+    (16, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
+    (16, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
+    (16, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
+    (16, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (32, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (32, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
+    (64, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
+    (64, 32768, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
+    (64, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (64, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (64, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
+    (256, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (4096, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
 )
+_UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
 
 
 def variants(arch: str) -> list[Variant]:
@@ -355,13 +407,14 @@ def variants(arch: str) -> list[Variant]:
         variant = _variant(arch, *shape)
         found.setdefault(repr((variant.kernel, variant.signature, variant.constants)), variant)
     codes = {"codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16", "x_stride": "i32"}
-    normed = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "eps": "fp32"}
-    fixed = {"K": 4096, "GROUPS": _groups(4096), "PDL": True}
-    return [
-        *found.values(),
-        Variant("linear_quantize", quantize_kernel, codes, fixed, 8, 3, tensor_ops=()),
-        Variant("linear_norm", norm_kernel, normed, {"K": 1024, "BLOCK": 1024, "PDL": True}, 8, 3, tensor_ops=()),
-    ]
+    codes |= {"scale_stride": "i32", "channels": "i32"}
+    fixed = {"GROUPS": _groups(2048), "PDL": True}
+    found["quantize"] = Variant("linear_quantize", quantize_kernel, codes, fixed, 8, 3, tensor_ops=())
+    for x, block in (("*bf16", 1024), ("*fp32", 4096)):
+        normed = {"out_ptr": x, "x_ptr": x, "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32", "eps": "fp32"}
+        fixed = {"BLOCK": block, "PDL": True}
+        found[f"norm {x}"] = Variant("linear_norm", norm_kernel, normed, fixed, 8, 3, tensor_ops=())
+    return list(found.values())
 
 
 def _variant(
@@ -375,15 +428,16 @@ def _variant(
         tile, tokens, rows=rows, channels=channels, unit=unit, groups=1, sms=MULTIPROCESSORS[arch],
         is_split=not normed, is_wide=x == "*fp32",
     )  # fmt: skip
-    signature = dict.fromkeys(kernel.arg_names, "*fp32")
+    is_split = cut.pop("SPLIT") > 1
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
+        ("scale_ptr", "x_scale_ptr", "part_ptr"), "*fp32"
+    )
     signature |= {"out_ptr": out, "x_ptr": "*fp8e4nv" if quantize else x, "gamma_ptr": "*bf16", "counter_ptr": "*i32"}
     signature |= {"w_ptr": {0: "*i32" if few else "*fp8e4nv", 1: "*bf16", 2: "*fp32"}[KINDS[dtype]], "eps": "fp32"}
-    signature |= dict.fromkeys(("tokens", "x_stride", "out_stride"), "i32")
-    fixed: dict[str, Any] = {"ROWS": rows, "K": channels, "SHIFT": 0, "ROW_SHIFT": 0, "KIND": KINDS[dtype], "PDL": True}
     absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
-    absent += [] if cut["SPLIT"] > 1 else ["part_ptr", "counter_ptr"]
+    absent += [] if is_split else ["part_ptr", "counter_ptr"]
     absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
-    fixed |= {**cut, **dict.fromkeys(absent)}
+    fixed: dict[str, Any] = {"SHIFT": 0, "KIND": KINDS[dtype], "PDL": True, **cut, **dict.fromkeys(absent)}
     return Variant(
         FEW_OP if few else MANY_OP,
         kernel,
@@ -392,6 +446,6 @@ def _variant(
         cut["KS"] * cut["RS"] if few else tile.num_warps,
         tile.num_stages,
         tensor_ops=("QMMA",) if quantize else ("HMMA",),
-        unaligned=("tokens",),
-        maxnreg=(tile.constants["REGISTERS"] or None) if few and x != "*fp32" else None,
+        unaligned=[name for name in _UNALIGNED if name in kernel.arg_names],
+        maxnreg=_register_limit(tile, cut, is_wide=x == "*fp32") if few else None,
     )

@@ -62,10 +62,9 @@ _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0,
 
 @triton.jit
 def _lane_weights(
-    w_ptr, row, chunk, wanted,
-    ROWS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    w_ptr, row, chunk, onward, wanted, rows, channels, SHIFT: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Return rows [8, W, R, 2] of w, 128 bytes each at chunks [W]: [4, 8, W, R, 2, step 2, 16 bytes].
+    """Return rows [8, W, R, 2] of w, 128 bytes each at chunks [W] + onward: [4, 8, W, R, 2, step 2, 16 bytes].
 
     SHIFT: channels of the first chunk that lie before the weight's first one.
     """
@@ -77,12 +76,15 @@ def _lane_weights(
     at = ((chunk[None, None, :, None, None, None] * 2 + s) * 4 + t) * L - SHIFT // UNIT
     row = row[None, :, :, :, :, None]
     at, row = tl.broadcast(at, row)
-    place = (row * (K // UNIT) + at)[:, :, :, :, :, :, None] + tl.arange(0, L)[None, None, None, None, None, None, :]
-    if MASKED:
-        live = (at >= 0) & (at < tl.where(wanted & (row < ROWS), K // UNIT, 0))
-        w = tl.load(w_ptr + place, mask=live[:, :, :, :, :, :, None], other=0, cache_modifier=".cg")
-    else:
+    words = channels // UNIT
+    place = (row * words + at)[:, :, :, :, :, :, None] + tl.arange(0, L)[None, None, None, None, None, None, :]
+    w_ptr += onward * (8 * L)
+    if EVEN:
         w = tl.load(w_ptr + place, cache_modifier=".cg")
+    else:
+        at += onward * (8 * L)
+        live = (at >= 0) & (at < tl.where(wanted & (row < rows), words, 0))
+        w = tl.load(w_ptr + place, mask=live[:, :, :, :, :, :, None], other=0, cache_modifier=".cg")
     return w
 
 
@@ -132,7 +134,7 @@ def _thirds(x):
 
 @triton.jit
 def _lane_tokens(
-    x_ptr, x_stride, token, tokens, chunk, C: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr
+    x_ptr, x_stride, token, tokens, chunk, channels, C: tl.constexpr, SHIFT: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """Return channels of tokens [8, NB] at chunks [W]: [4, 8, W, NB, step 2, C / V, V], V channels in 16 bytes."""
     V: tl.constexpr = min(C, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
@@ -142,22 +144,28 @@ def _lane_tokens(
     token = token[None, :, None, :, None]
     at, token = tl.broadcast(at, token)
     live = token < tokens
-    if MASKED:
-        live = live & (at >= 0) & (at < K)
+    if not EVEN:
+        live = live & (at >= 0) & (at < channels)
     v = tl.arange(0, C // V)[:, None] * V + tl.arange(0, V)[None, :]
     place = (token * x_stride + at)[:, :, :, :, :, None, None] + v[None, None, None, None, None, :, :]
     return tl.load(x_ptr + place, mask=live[:, :, :, :, :, None, None], other=0.0)
 
 
 @triton.jit
-def _lane_gamma(gamma_ptr, chunk, C: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, V: tl.constexpr):
+def _lane_gamma(
+    gamma_ptr, chunk, channels, C: tl.constexpr, SHIFT: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """Return the norm's weight in the order of _lane_tokens: [4, 1, W, 1, 2, C / V, V]."""
     t = tl.arange(0, 4)[:, None, None, None, None]
     s = tl.arange(0, 2)[None, None, None, None, :]
     at = ((chunk[None, None, :, None, None] * 2 + s) * 4 + t) * C - SHIFT
     v = tl.arange(0, C // V)[:, None] * V + tl.arange(0, V)[None, :]
     place = at[:, :, :, :, :, None, None] + v[None, None, None, None, None, :, :]
-    return tl.load(gamma_ptr + place, mask=(place >= 0) & (place < K), other=0.0)
+    if EVEN:
+        gamma = tl.load(gamma_ptr + place)
+    else:
+        gamma = tl.load(gamma_ptr + place, mask=(place >= 0) & (place < channels), other=0.0)
+    return gamma
 
 
 @triton.jit
@@ -208,153 +216,172 @@ def _weigh(x, gamma, squares):
 
 
 @triton.jit
-def _store(out_ptr, out_stride, total, row, token, tokens, column, ROWS: tl.constexpr):
+def _place(splits, SHARES: tl.constexpr):
+    """Return group and share of this program, the second axis of the grid."""
+    group, split = tl.program_id(1), 0
+    if SHARES > 1:
+        group, split = group // splits, group % splits
+    return group, split
+
+
+@triton.jit
+def _store(out_ptr, out_stride, total, row, token, tokens, column, rows):
     """Write total [A, N] of rows [A] and tokens [N] behind column `column`."""
     to = out_ptr + token.to(tl.int64)[None, :] * out_stride + (column + row)[:, None]
-    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(row < ROWS)[:, None] & (token < tokens)[None, :])
+    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (token < tokens)[None, :])
 
 
 @triton.jit
 def _finish(
-    out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, column, slot, split,
-    ROWS: tl.constexpr, A: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
+    A: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Write total [A, N], or, where SPLIT programs have parts of it, have the last of them write their sum."""
-    if SPLIT == 1:
-        _store(out_ptr, out_stride, total, row, token, tokens, column, ROWS)
+    """Write total [A, N], or, where programs have parts of it, have the last of them write their sum."""
+    if SHARES == 1:
+        _store(out_ptr, out_stride, total, row, token, tokens, group * rows, rows)
     else:
-        place = part_ptr + slot.to(tl.int64) * (SPLIT * A * N) + tl.arange(0, A)[:, None] * N + tl.arange(0, N)[None, :]
+        slot = (group * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0) + tl.program_id(0)
+        part_ptr += slot.to(tl.int64) * splits * (A * N)
+        place = part_ptr + tl.arange(0, A)[:, None] * N + tl.arange(0, N)[None, :]
         tl.store(place + split * (A * N), total)
         # All threads have stored before one of them counts; the count releases their stores and acquires others'.
         tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + slot, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+        if tl.atomic_add(counter_ptr + slot, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(counter_ptr + slot, 0)  # for the next launch
             whole = tl.load(place, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                whole += tl.load(place + other * (A * N), cache_modifier=".cg")
-            _store(out_ptr, out_stride, whole, row, token, tokens, column, ROWS)
+            for other in tl.static_range(1, SHARES):
+                there = tl.zeros((A, N), tl.int32) + other < splits
+                whole += tl.load(place + other * (A * N), mask=there, other=0.0, cache_modifier=".cg")
+            _store(out_ptr, out_stride, whole, row, token, tokens, group * rows, rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "pieces", "row_shift", "splits"])
 def few_kernel(
     out_ptr, x_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride, eps,
-    ROWS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, ROW_SHIFT: tl.constexpr, KIND: tl.constexpr,
-    R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    rows, pieces, row_shift, splits,
+    SHIFT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr,
+    DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[token, group ROWS + row] = sum over K channels. Grid (groups x tiles of 16 R RS rows, SPLIT, 8 NB tokens).
+    """y[token, group rows + row] = sum over the channels, pieces of 16 bytes.
 
-    Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows and every KS-th chunk of 128 bytes; DEPTH chunks are on
-    their way at a time.
+    Grid (tiles of 16 R RS rows, groups x splits, 8 NB tokens). Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows
+    and every KS-th chunk of 128 bytes; DEPTH chunks are on their way at a time.   SHARES: most splits.   ONCE: a warp
+    has DEPTH chunks and no more.   EVEN: every tile has its rows, every warp of every split as many chunks.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     W: tl.constexpr = KS * RS
     C: tl.constexpr = 16 if KIND == FP8 else (8 if KIND == BF16 else 4)
-    CHUNKS: tl.constexpr = (K + SHIFT + 8 * C - 1) // (8 * C)
-    SHARE: tl.constexpr = (CHUNKS + KS * SPLIT - 1) // (KS * SPLIT)
-    TILES: tl.constexpr = (ROWS + 16 * R * RS - 1) // (16 * R * RS)
-    EVEN: tl.constexpr = SHIFT == 0 and K == SHARE * KS * SPLIT * 8 * C and SHARE % DEPTH == 0
-    MASKED: tl.constexpr = not EVEN or ROWS % (16 * R * RS) != 0
     UNIT: tl.constexpr = 4 if KIND == FP8 else 1
-    group, split = tl.program_id(0) // TILES, tl.program_id(1)
-    first = (tl.program_id(0) % TILES) * (R * RS)
-    w_ptr += group.to(tl.int64) * (ROWS * K // UNIT)
-    x_ptr += group * K
+    group, split = _place(splits, SHARES)
+    channels = pieces * C
+    chunks = (channels + SHIFT + 8 * C - 1) // (8 * C)
+    share = DEPTH
+    if not ONCE:
+        share = chunks
+        if SHARES > 1:
+            share = (share + splits - 1) // splits
+        share = (share + KS - 1) // KS
+    first = tl.program_id(0) * (R * RS)
+    w_ptr += group.to(tl.int64) * rows * (channels // UNIT)
+    x_ptr += group * channels
     warp = tl.arange(0, W)
-    chunk = split * (SHARE * KS) + warp // RS
+    chunk = split * (share * KS) + warp // RS
     tile = first + tl.arange(0, R)[None, :] * RS + (warp % RS)[:, None]
     half = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * 8
     row = tile[None, :, :, None] * 16 + half
     # The scales' rows, in the order of the sums.
-    line = (group * ROWS + ROW_SHIFT + tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]) // 128
+    line = (group * rows + row_shift + tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]) // 128
     line = tl.reshape(line, (W, 16 * R))
-    if MASKED:
-        line = tl.minimum(line, (group * ROWS + ROW_SHIFT + ROWS - 1) // 128)
+    if not EVEN:
+        line = tl.minimum(line, (group * rows + row_shift + rows - 1) // 128)
     weights, scales = (), ()
     for d in tl.static_range(DEPTH):
-        weights += (_lane_weights(w_ptr, row, chunk + d * KS, d < SHARE, ROWS, K, SHIFT, KIND, MASKED),)
+        weights += (_lane_weights(w_ptr, row, chunk, d * KS, True, rows, channels, SHIFT, KIND, EVEN),)
         if KIND == FP8:
-            scales += (_scale(scale_ptr, line, chunk + d * KS, d < SHARE, CHUNKS),)
+            scales += (_scale(scale_ptr, line, chunk + d * KS, True, chunks, EVEN),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(2) * (8 * NB) + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
     total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
     squares = tl.zeros((4, 8, W, NB), tl.float32)
-    for step in range(0, SHARE, DEPTH):
+    for step in range(0, DEPTH if ONCE else share, DEPTH):
         next_weights, next_scales, tokens_here = (), (), ()
+        follows = step + DEPTH
+        onward = tl.where(follows < share, follows, 0)  # the last step asks again for what the first one had
         for d in tl.static_range(DEPTH):
             here = chunk + (step + d) * KS
-            tokens_here += (_lane_tokens(x_ptr, x_stride, token, tokens, here, C, K, SHIFT, not EVEN),)
+            tokens_here += (_lane_tokens(x_ptr, x_stride, token, tokens, here, channels, C, SHIFT, EVEN),)
         for d in tl.static_range(DEPTH):
             x = tokens_here[d]
             if gamma_ptr is not None:
-                gamma = _lane_gamma(gamma_ptr, chunk + (step + d) * KS, C, K, SHIFT, x.shape[6])
-                x, squares = _weigh(x, gamma, squares)
+                here = chunk + (step + d) * KS
+                x, squares = _weigh(x, _lane_gamma(gamma_ptr, here, channels, C, SHIFT, x.shape[6], EVEN), squares)
             sums = _multiply(weights[d], x, W, R, NB, KIND)
             if KIND == FP8:
                 sums *= scales[d][:, :, None]
             total += sums
-            if SHARE > DEPTH:
-                after = step + d + DEPTH
-                wanted = after < SHARE
-                there = tl.where(wanted, chunk + after * KS, chunk)
-                next_weights += (_lane_weights(w_ptr, row, there, wanted, ROWS, K, SHIFT, KIND, MASKED),)
+            if not ONCE:
+                wanted = follows + d < share
+                next_weights += (
+                    _lane_weights(w_ptr, row, chunk, (onward + d) * KS, wanted, rows, channels, SHIFT, KIND, EVEN),
+                )
                 if KIND == FP8:
-                    next_scales += (_scale(scale_ptr, line, there, wanted, CHUNKS),)
-        if SHARE > DEPTH:
+                    next_scales += (_scale(scale_ptr, line, chunk + (onward + d) * KS, wanted, chunks, EVEN),)
+        if not ONCE:
             weights, scales = next_weights, next_scales
     whole = tl.sum(tl.reshape(total, (KS, RS, 16 * R, 8 * NB)), 0)
     whole = tl.reshape(whole, (RS * R * 16, 8 * NB))
     if gamma_ptr is not None:
         shared = tl.reshape(tl.sum(squares, 0), (8, KS, RS, NB))
-        mean = tl.sum(tl.sum(shared, 2), 1) / (RS * K)
+        mean = tl.sum(tl.sum(shared, 2), 1) / (RS * channels)
         factor = tl.reshape(tl.permute(tl.rsqrt(mean + eps), (1, 0)), (8 * NB,))
         whole *= factor[None, :]
     place = first + tl.arange(0, RS)[:, None] + tl.arange(0, R)[None, :] * RS
     place = tl.reshape(place[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], (RS * R * 16,))
     _finish(
         out_ptr, out_stride, part_ptr, counter_ptr, whole, place, tl.program_id(2) * (8 * NB) + tl.arange(0, 8 * NB),
-        tokens, group * ROWS, tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), split,
-        ROWS, 16 * R * RS, 8 * NB, SPLIT,
+        tokens, group, rows, split, splits, 16 * R * RS, 8 * NB, SHARES,
     )  # fmt: skip
 
 
 @triton.jit
-def _scale(scale_ptr, line, chunk, wanted, COLUMNS: tl.constexpr):
+def _scale(scale_ptr, line, chunk, wanted, columns, EVEN: tl.constexpr):
     """Return the scales [W, 16 R] of lines [W, 16 R] at chunks [W]; 0 beyond the last."""
-    live = (chunk < tl.where(wanted, COLUMNS, 0))[:, None]
-    return tl.load(scale_ptr + line * COLUMNS + chunk[:, None], mask=live, other=0.0)
+    place = scale_ptr + line * columns + chunk[:, None]
+    live = (chunk < tl.where(wanted, columns, 0))[:, None]
+    return tl.load(place) if EVEN else tl.load(place, mask=live, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
 def many_kernel(
-    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride,
-    ROWS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, ROW_SHIFT: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
+    rows, channels, row_shift, splits,
+    SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (groups x tiles, SPLIT, token tiles).
+    """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
-    x_scale_ptr: scales of x, e4m3, for each 128 channels of a token; None: x is no e4m3.   AHEAD: bytes of each row
-    that are asked for into L2 before the wait.
+    x_scale_ptr: scales of x, e4m3, for each 128 channels one of every token, scale_stride apart, and as many as there
+    are in whole tiles; None: x is no e4m3.   AHEAD: bytes of each row that are asked for into L2 before the wait, if
+    rows can be read in pieces of 16.   EVEN: all steps are whole.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    STEPS: tl.constexpr = (K + SHIFT + BLOCK_K - 1) // BLOCK_K
-    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    COLUMNS: tl.constexpr = (K + SHIFT + 127) // 128
-    TILES: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
-    MASKED: tl.constexpr = SHIFT != 0 or K % BLOCK_K != 0
-    group, split = tl.program_id(0) // TILES, tl.program_id(1)
-    row = (tl.program_id(0) % TILES) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = tl.minimum(row, ROWS - 1)
-    first, last = split * SHARE, tl.minimum(split * SHARE + SHARE, STEPS)
-    w_row = w_ptr + (group * ROWS + inside).to(tl.int64) * K
+    group, split = _place(splits, SHARES)
+    steps = (channels + SHIFT + BLOCK_K - 1) // BLOCK_K
+    columns = (channels + SHIFT + 127) // 128
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = tl.minimum(row, rows - 1)
+    first, last = 0, steps
+    if SHARES > 1:
+        share = (steps + splits - 1) // splits
+        first, last = split * share, tl.minimum(split * share + share, steps)
+    w_row = w_ptr + (group * rows + inside).to(tl.int64) * channels
     WIDTH: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and AHEAD > 0 and K * WIDTH % 16 == 0 and SHIFT * WIDTH % 16 == 0:  # it takes whole pieces of 16 bytes
+    if PDL and AHEAD > 0:
         begin = tl.maximum(first * BLOCK_K - SHIFT, 0)
-        size = tl.minimum((tl.minimum(last * BLOCK_K - SHIFT, K) - begin) * WIDTH, AHEAD)
+        size = tl.minimum((tl.minimum(last * BLOCK_K - SHIFT, channels) - begin) * WIDTH, AHEAD)
         if size > 0:
             address = (w_row + begin).to(tl.int64)
             tl.inline_asm_elementwise(
@@ -365,25 +392,25 @@ def many_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = tl.minimum(token, tokens - 1)
-    x_row = x_ptr + known.to(tl.int64) * x_stride + group * K
+    x_row = x_ptr + known.to(tl.int64) * x_stride + group * channels
     channel = tl.arange(0, BLOCK_K)
-    line = (group * ROWS + ROW_SHIFT + inside) // 128
+    line = (group * rows + row_shift + inside) // 128
     total = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
     scale, x_scale = 1.0, 1.0
     if KIND == FP8:
-        scale = tl.load(scale_ptr + line * COLUMNS + first * BLOCK_K // 128)
+        scale = tl.load(scale_ptr + line * columns + first * BLOCK_K // 128)
     if x_scale_ptr is not None:
-        x_line = x_scale_ptr + (known * (tl.num_programs(0) // TILES) + group) * COLUMNS
-        x_scale = tl.load(x_line + first * BLOCK_K // 128)
+        x_line = x_scale_ptr + token + group * columns * scale_stride
+        x_scale = tl.load(x_line + first * BLOCK_K // 128 * scale_stride)
     for step in range(first, last):
         at = step * BLOCK_K + channel - SHIFT
-        if MASKED:
-            live = (at >= 0) & (at < K)
-            w = tl.load(w_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
-            x = tl.load(x_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
-        else:
+        if EVEN:
             w = tl.load(w_row[:, None] + at[None, :])
             x = tl.load(x_row[:, None] + at[None, :])
+        else:
+            live = (at >= 0) & (at < channels)
+            w = tl.load(w_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
+            x = tl.load(x_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
         if KIND != FP8:
             total = _product(w, tl.trans(x), total)
         else:
@@ -393,51 +420,54 @@ def many_kernel(
             else:
                 sums = _product(w.to(tl.bfloat16), tl.trans(x), sums)
             sums *= scale[:, None]
-            after = tl.minimum(step + 1, STEPS - 1) * BLOCK_K // 128
-            scale = tl.load(scale_ptr + line * COLUMNS + after)  # the next step's
+            after = tl.minimum(step + 1, steps - 1) * BLOCK_K // 128
+            scale = tl.load(scale_ptr + line * columns + after)  # the next step's
             if x_scale_ptr is not None:
                 sums *= x_scale[None, :]
-                x_scale = tl.load(x_line + after)
+                x_scale = tl.load(x_line + after * scale_stride)
             total += sums
     _finish(
-        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group * ROWS,
-        tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), split, ROWS, BLOCK_R, BLOCK_T, SPLIT,
+        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
+        BLOCK_R, BLOCK_T, SHARES,
     )  # fmt: skip
 
 
 @triton.jit
 def quantize_kernel(
-    codes_ptr, scale_ptr, x_ptr, x_stride, K: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+    codes_ptr, scale_ptr, x_ptr, x_stride, scale_stride, channels, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """quant.quantize_e4m3 of rows of x in groups of 128 channels, the last one possibly cut. Grid (tokens,)."""
+    """quant.quantize_e4m3 of rows of x in groups of 128 channels, the last one possibly cut. Grid (tokens,).
+
+    A group's scales lie together, those of the next one scale_stride behind them.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    COLUMNS: tl.constexpr = (K + 127) // 128
+    columns = (channels + 127) // 128
     token, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
     at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + token * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + at, mask=at < channels, other=0.0).to(tl.float32)
     broken = tl.max((x != x).to(tl.int32), 1)
     largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
     least = tl.div_rn(tl.where(largest > 1e-4, largest, 1e-4), 448.0)
     scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     codes = tl.div_rn(x, scale[:, None])
     scale = tl.where(broken > 0, float("nan"), scale)
-    tl.store(scale_ptr + token * COLUMNS + group, scale, mask=group < COLUMNS)
-    tl.store(codes_ptr + token * K + at, codes.to(tl.float8e4nv), mask=at < K)
+    tl.store(scale_ptr + group * scale_stride + token, scale, mask=group < columns)
+    tl.store(codes_ptr + token * channels + at, codes.to(tl.float8e4nv), mask=at < channels)
 
 
 @triton.jit
 def norm_kernel(
-    out_ptr, x_ptr, gamma_ptr, x_stride, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out_ptr, x_ptr, gamma_ptr, x_stride, channels, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """out = rms(x, gamma), rows of K channels, in x's dtype. Grid (tokens,)."""
+    """out = rms(x, gamma), rows of up to BLOCK channels, in x's dtype. Grid (tokens,)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    gamma = tl.load(gamma_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    gamma = tl.load(gamma_ptr + at, mask=at < channels, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + token * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x) / K + eps) * gamma
-    tl.store(out_ptr + token * K + at, y.to(out_ptr.dtype.element_ty), mask=at < K)
+    x = tl.load(x_ptr + token * x_stride + at, mask=at < channels, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) / channels + eps) * gamma
+    tl.store(out_ptr + token * channels + at, y.to(out_ptr.dtype.element_ty), mask=at < channels)

@@ -96,7 +96,7 @@ def gate_kernel(
     TILES: tl.constexpr = (E + 15) // 16
     CHUNKS: tl.constexpr = K // 64
     SHARE: tl.constexpr = (CHUNKS + KS * SPLIT - 1) // (KS * SPLIT)
-    MASKED: tl.constexpr = CHUNKS != SHARE * KS * SPLIT or E % 16 != 0
+    EVEN: tl.constexpr = CHUNKS == SHARE * KS * SPLIT and E % 16 == 0
     groups = (tokens + N - 1) // N
     program = tl.program_id(0)
     if program >= groups * (SPLIT * TILES):
@@ -111,7 +111,7 @@ def gate_kernel(
         row = tl.broadcast_to(tile * 16 + half, (8, KS, 1, 2))
         weights = ()
         for d in tl.static_range(SHARE):
-            weights += (_lane_weights(w_ptr, row, chunk + d * KS, True, E, K, 0, BF16, MASKED),)
+            weights += (_lane_weights(w_ptr, row, chunk, d * KS, True, E, K, 0, BF16, EVEN),)
         # What routes the group was written before the step began: it is not waited for, not even by who routes.
         LANES: tl.constexpr = min(32, PADDED // 4)
         g = tl.arange(0, PADDED // (4 * LANES))[None, None, :, None]
@@ -134,7 +134,7 @@ def gate_kernel(
         token = group * N + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
         total = tl.zeros((KS, 16, N), tl.float32)
         for d in tl.static_range(SHARE):
-            x = _lane_tokens(x_ptr, K, token, tokens, chunk + d * KS, 8, K, 0, MASKED)
+            x = _lane_tokens(x_ptr, K, token, tokens, chunk + d * KS, K, 8, 0, EVEN)
             total += _multiply(weights[d], x, KS, 1, NB, BF16)
         whole = tl.sum(total, 0)
         part = part_ptr + group * (SPLIT * N * PADDED)
