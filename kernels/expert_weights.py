@@ -31,10 +31,13 @@ from kernels.quant import dequantize_e2m1, ue8m0_to_scale
 Format = Literal["nvfp4", "mxfp4"]
 GROUP = {"nvfp4": 16, "mxfp4": 32}
 LANES = {"nvfp4": 32, "mxfp4": 16}  # with scales of their own
+SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 TILE_ROWS, STEP = 16, 64
 
 # f16 holds 0.5 * 2^(scale - top) down to 2^-24; e4m3 holds powers of two from 2^-9 to 2^8.
 MXFP4_SPAN, NVFP4_SPAN = 23, 17
+# The kernels multiply a factor of nvfp4 by 2^7.
+LARGEST_FACTOR = 2.0**120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +91,16 @@ def pack_experts(
 
     codes: uint8 or int8 [E, N, K/2], even channel in the low nibble.   scales: [E, N, K/16] e4m3 or [E, N, K/32] ue8m0,
     or their bytes.   factors: float32 [E, parts] of nvfp4, None for mxfp4.   parts: 2 if rows are w1, then w3.
-    name: what errors call the tensor. Raises ValueError for shapes that don't fit, for scales and factors that are not
-    numbers, and for an mxfp4 matrix whose scales span more than f16 can hold exactly.
+    name: what errors call the tensor. Raises ValueError for types and shapes that don't fit, for scales and factors
+    that are not numbers, and for what the kernels can't hold exactly: an mxfp4 matrix whose scales span more than f16
+    does, an nvfp4 factor beyond 2^120.
     """
     group = GROUP[format]
+    if codes.dtype not in (torch.uint8, torch.int8) or scales.dtype not in (torch.uint8, SCALES[format]):
+        raise ValueError(
+            f"{name}: codes {codes.dtype}, scales {scales.dtype} of {format}: wanted uint8 or int8, and "
+            f"{SCALES[format]} or its bytes as uint8"
+        )
     experts, rows, channels = codes.shape[0], codes.shape[1], codes.shape[2] * 2
     if channels % STEP or rows % TILE_ROWS:
         raise ValueError(f"{name}: {rows} rows of {channels} channels: wanted multiples of {TILE_ROWS} and {STEP}")
@@ -110,6 +119,9 @@ def pack_experts(
         raise ValueError(f"{name}: factors {found} of nvfp4: wanted {(experts, parts)}")
     elif not bool(factors.isfinite().all()):
         raise ValueError(f"{name}: a factor (weight_scale_2) is not finite")
+    elif bool((factors.abs() > LARGEST_FACTOR).any()):
+        largest = float(factors.abs().max())
+        raise ValueError(f"{name}: a factor (weight_scale_2) is {largest:g}; the kernels hold factors up to 2^120")
     elif bool(((byte & 0x7F) == 0x7F).any()):
         raise ValueError(f"{name}: an e4m3 scale is NaN")
     return ExpertWeights(
@@ -198,6 +210,7 @@ def _mxfp4_factors(codes: Tensor, byte: Tensor, *, parts: int, name: str) -> Ten
         raise ValueError(f"{name}: a ue8m0 scale is NaN")
     top = _per_part(byte.int(), parts).amax((2, 3))
     low = _per_part(byte.int().masked_fill(_is_zero(codes, GROUP["mxfp4"]), 255), parts).amin((2, 3))
+    low = torch.minimum(low, top)  # of nothing but zeros
     lost = (low < top - MXFP4_SPAN) | (top < 1)
     if bool(lost.any()):
         expert, part = (int(i) for i in lost.nonzero()[0])

@@ -217,15 +217,16 @@ class Checkpoint:
             bad = int(((scales == 0) | (scales == 255)).sum()) * GROUP[format]
             if bad:
                 raise UnusableTensor(_not_finite(name, bad, 2 * codes.numel()))
-            return FourBitMatrix(format, codes, scales)
+            return _finite(name, FourBitMatrix(format, codes, scales))
         bad = int((((scales & 0x7F) == 0x7F) | (scales > 0x80)).sum())
         if bad:
             raise UnusableTensor(f"{key}: {bad} of {scales.numel()} scales are NaN or negative; {_AGAIN}")
-        if not bool((scales & 0x7F).any()) and bool((codes & 0x77).any()):
+        # Of the whole matrix, when it comes to that: a part of it may be all zeros.
+        if not bool((scales & 0x7F).any()) and bool((codes & 0x77).any()) and not bool(self._get(key).float().any()):
             raise UnusableTensor(f"{key}: all scales are 0 though the codes are not; {_AGAIN}")
         if _beside(name, "input_scale") in self.where:
             self._factor(_beside(name, "input_scale"))
-        return FourBitMatrix(format, codes, scales, self._factor(_beside(name, "weight_scale_2")))
+        return _finite(name, FourBitMatrix(format, codes, scales, self._factor(_beside(name, "weight_scale_2"))))
 
     def _factor(self, name: str) -> float:
         """Return a scalar scale. Raises UnusableTensor for a value with which dividing would go wrong somewhere."""
@@ -262,6 +263,15 @@ def _content_problem(name: str, tensor: Tensor, config: DeepSeekV4Config) -> str
     if low < 0 or high >= config.n_routed_experts:
         return f"{name}: expert ids {low}..{high}, wanted 0..{config.n_routed_experts - 1}"
     return None
+
+
+def _finite(name: str, matrix: FourBitMatrix) -> FourBitMatrix:
+    """Return the matrix. Raises UnusableTensor if float32 does not hold its values."""
+    if matrix.bound > torch.finfo(torch.float32).max:
+        bad = int((~matrix.dequantize().isfinite()).sum())
+        if bad:
+            raise UnusableTensor(_not_finite(name, bad, 2 * matrix.codes.numel()))
+    return matrix
 
 
 def _not_finite(name: str, bad: int, values: int) -> str:

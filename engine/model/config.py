@@ -240,7 +240,7 @@ def _block_size(quantization: dict[str, Any]) -> Any:
     Which experts are NVFP4 and which MXFP4 is not read from here: their scales tell (weights.py).
     """
     method, experts = quantization.get("quant_method", "fp8"), quantization.get("moe_quant_algo")
-    if method != "fp8" or experts not in (None, "NVFP4"):
+    if method != "fp8" or experts not in (None, "NVFP4", "MXFP4"):
         raise ConfigError(
             f"config.json: quantization_config has quant_method {method!r}, moe_quant_algo {experts!r}; "
             "the loader reads bf16, FP8 in 128x128 tiles and MXFP4 or NVFP4 experts: take the official "

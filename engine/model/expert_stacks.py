@@ -26,7 +26,7 @@ from kernels.expert_weights import (
     nvfp4_from_mxfp4,
     pack_experts,
 )
-from kernels.quant import dequantize_e2m1, ue8m0_to_scale
+from kernels.quant import E2M1_MAX, dequantize_e2m1, ue8m0_to_scale
 
 PARTS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 
@@ -42,6 +42,13 @@ class FourBitMatrix:
     codes: Tensor
     scales: Tensor
     factor: float = 1.0
+
+    @property
+    def bound(self) -> float:
+        """What no value of it exceeds: that of the largest code under the largest scale."""
+        if self.format == "mxfp4":
+            return E2M1_MAX * float(ue8m0_to_scale(self.scales.max()))
+        return E2M1_MAX * float((self.scales & 0x7F).max().view(torch.float8_e4m3fn)) * self.factor
 
     def dequantize(self) -> Tensor:
         """Return float32 [N, K]."""

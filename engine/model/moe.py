@@ -1,7 +1,8 @@
 """The feed-forward sublayer: gate, routed experts, shared expert.
 
-There are two ways through, as in attention: steps for decode kernels route on the device and read each expert once, in
-its four bits; all others, and those whose experts are not packed, run the operations for any number of tokens.
+There are two ways through. Where experts are packed and there are kernels for them, tokens are routed on the device and
+each expert is read once, in its four bits, for every TOKENS tokens: of prompts, too, since to dequantise all experts
+costs more than to read them several times. Elsewhere the operations for any number of tokens run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kernels.moe_routing import route_tokens
 from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
 
-DECODE_TOKENS = 256  # of a step; the kernels are cut for fewer rows an expert than larger ones have
+TOKENS = 256  # at once: what the kernels are cut for
 
 
 def packs_experts(device: torch.device) -> bool:
@@ -47,10 +48,16 @@ class MixtureOfExperts:
         )
 
     def __call__(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch | None = None) -> Tensor:
-        """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step for decode kernels."""
-        is_packed = isinstance(self.w13, ExpertWeights) and isinstance(self.w2, ExpertWeights)
-        if decode is not None and is_packed and x.shape[0] <= DECODE_TOKENS:
-            return self._decode(x, token_ids, decode)
+        """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step that may have padding tokens."""
+        w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
+        if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
+            add = gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
+            found = []
+            for first in range(0, max(x.shape[0], 1), TOKENS):
+                at = slice(first, first + TOKENS)
+                sequence = None if decode is None else decode.sequence[at]
+                found.append(self._read_once(x[at], token_ids[at], add[at], sequence, w13, w2))
+            return found[0] if len(found) == 1 else torch.cat(found)
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
             expert_scores(x, self.gate), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
@@ -58,8 +65,9 @@ class MixtureOfExperts:
         routed = experts(x, self.w13, self.w2, ids, weights, limit=self.limit)
         return routed + gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
 
-    def _decode(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch) -> Tensor:
-        assert isinstance(self.w13, ExpertWeights) and isinstance(self.w2, ExpertWeights)
+    def _read_once(
+        self, x: Tensor, token_ids: Tensor, add: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights
+    ) -> Tensor:
         routing = route_tokens(
             x,
             linear(x.float(), self.gate),
@@ -68,11 +76,10 @@ class MixtureOfExperts:
             bias=self.bias,
             table=self.table,
             token_ids=None if self.table is None else token_ids,
-            sequence=decode.sequence,
+            sequence=sequence,
             is_raw=True,
         )
-        shared = gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
-        return experts_decode(routing, self.w13, self.w2, limit=self.limit, add=shared)
+        return experts_decode(routing, w13, w2, limit=self.limit, add=add)
 
 
 def _matrices(weights: Weights, name: str) -> Tensor | ExpertWeights:

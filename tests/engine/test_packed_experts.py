@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import engine.model.model
+import engine.model.moe
 import engine.runner
 from engine.model.config import load_config
 from engine.model.moe import MixtureOfExperts
@@ -281,6 +282,16 @@ def _set_byte(name, value):
         (False, _set_byte("w2.scale", 255), r"2\.w2\.weight: 32 of 16384 values are NaN or infinite"),
         (False, _set_byte("w3.scale", 0), r"2\.w3\.weight: 32 of 16384 .* unusable scale"),
         (False, lambda t: t.pop(f"{EXPERT}.w2.scale"), r"2\.w2\.scale: missing, its weight is quantised"),
+        (
+            False,
+            lambda t: t[f"{EXPERT}.w2.scale"].view(torch.uint8).fill_(254),
+            r"2\.w2\.weight: \d+ of 16384 values are NaN or infinite",
+        ),
+        (
+            True,
+            lambda t: t[f"{EXPERT}.w2.weight_scale_2"].fill_(3e38),
+            r"2\.w2\.weight: \d+ of 16384 values are NaN or infinite",
+        ),
         (True, _set_byte("w2.weight_scale", 0x7F), r"2\.w2\.weight_scale: 1 of 1024 scales are NaN or negative"),
         (True, _set_byte("w1.weight_scale", 0xFF), r"2\.w1\.weight_scale: 1 of 1024"),
         (True, _set_byte("w1.weight_scale", 0x81), r"2\.w1\.weight_scale: 1 of 1024"),
@@ -323,6 +334,37 @@ def test_faulty_experts_are_refused_by_tensor_name(edit, is_nvfp4, change, messa
 
     with pytest.raises(WeightsError, match=message):
         read(edit("mx", both), packs_experts=packs)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_rank_s_slice_may_have_nothing_but_scales_of_zero(edit, packs):
+    def change(tensors):
+        four_bits.to_nvfp4(tensors)
+        tensors[f"{EXPERT}.w2.weight_scale"].view(torch.uint8)[:, :4] = 0
+
+    loaded = read(edit("mx", change), part=(0, 2), packs_experts=packs)
+    assert not whole(loaded, STACKS[3])[2].any()
+
+
+def test_values_that_float32_just_holds_stay_packed(oracle, edit):
+    def change(tensors):
+        tensors[f"{EXPERT}.w2.scale"].view(torch.uint8).fill_(252)
+
+    loaded = read(edit("mx", change))
+    assert loaded.packed == dict.fromkeys(STACKS, "mxfp4")
+    assert whole(loaded, STACKS[3])[2].abs().max() == 6 * 2.0**125
+
+
+def test_a_factor_that_the_kernels_do_not_hold_dequantises_its_matrix(edit):
+    def change(tensors):
+        four_bits.to_nvfp4(tensors)
+        tensors[f"{EXPERT}.w2.weight_scale"].view(torch.uint8).fill_(1)
+        tensors[f"{EXPERT}.w2.weight_scale_2"].fill_(2.0**122)
+
+    folder = edit("mx", change)
+    loaded = read(folder)
+    assert "the kernels hold factors up to 2^120" in loaded.dequantized[STACKS[3]]
+    assert torch.equal(whole(loaded, STACKS[3]), read(folder, packs_experts=False).tensors[STACKS[3]])
 
 
 def test_an_expert_of_zeros_may_have_scales_of_zero(edit):
@@ -405,11 +447,29 @@ def _batch(tokens, padding=0):
     return geo_experts.decode_step(tokens, padding, "cpu")
 
 
-def test_a_step_of_more_tokens_than_the_kernels_take_runs_the_operations_for_any(oracle, normal_rows):
-    layer, x = _layer(oracle.folder("mx")), normal_rows(257)
-    ids = torch.zeros(257, dtype=torch.int64)
-    assert torch.equal(layer(x, ids, _batch(257)), layer(x, ids))
-    assert not torch.equal(layer(x[:256], ids[:256], _batch(256)), layer(x[:256], ids[:256]))
+def test_a_step_of_more_tokens_than_the_kernels_take_is_taken_in_parts(oracle, normal_rows):
+    layer, x = _layer(oracle.folder("mx")), normal_rows(520)
+    ids = torch.zeros(520, dtype=torch.int64)
+    out = layer(x, ids, _batch(300, padding=220))
+    parts = [layer(x[:256], ids[:256], _batch(256)), layer(x[256:512], ids[256:512], _batch(44, padding=212))]
+    parts.append(layer(x[512:], ids[512:], _batch(0, padding=8)))
+    assert torch.allclose(out, torch.cat(parts), rtol=1e-5, atol=1e-6 * float(out.abs().max()))
+    assert (out[:300] - layer(x, ids)[:300]).abs().max() < 1e-3 * out.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_prompts_read_packed_experts_with_kernels_where_there_are_any(oracle, normal_rows, monkeypatch, tokens):
+    layer, x = _layer(oracle.folder("mx")), normal_rows(tokens)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    step, plain = layer(x, ids, _batch(tokens)), layer(x, ids)
+    assert not torch.equal(step, plain)
+    monkeypatch.setattr(engine.model.moe, "uses_triton", lambda x: True)
+    assert torch.equal(layer(x, ids), step)
+
+
+def test_no_tokens_at_all(oracle, normal_rows):
+    layer = _layer(oracle.folder("mx"))
+    assert layer(normal_rows(0), torch.zeros(0, dtype=torch.int64), _batch(0)).shape == (0, 128)
 
 
 def test_a_layer_with_one_dequantised_matrix_runs_the_operations_for_any_step(oracle, normal_rows):

@@ -125,3 +125,34 @@ def test_missing_or_needless_factors_are_refused():
         pack_experts(codes, scales, None, format="nvfp4", parts=2, name="w")
     with pytest.raises(ValueError, match="mxfp4 has no factor"):
         pack_experts(codes, torch.full((2, 32, 2), 120, dtype=torch.uint8), factors, format="mxfp4", parts=2, name="w")
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "fmt"),
+    [
+        (torch.int16, torch.uint8, "nvfp4"),
+        (torch.uint8, torch.float32, "nvfp4"),
+        (torch.uint8, torch.float8_e8m0fnu, "nvfp4"),
+        (torch.uint8, torch.float8_e4m3fn, "mxfp4"),
+    ],
+)
+def test_bits_of_another_type_are_refused(codes, scales, fmt):
+    stored, bits, factors = checkpoint(3, 2, 32, 64, fmt, parts=2)
+    bits = bits.view(torch.uint8).float() if scales == torch.float32 else bits.view(scales)
+    with pytest.raises(ValueError, match=rf"w13: codes {codes}, scales {scales} of {fmt}: wanted uint8 or int8"):
+        pack_experts(stored.to(codes), bits, factors, format=fmt, parts=2, name="w13")
+
+
+def test_a_factor_that_the_kernels_can_not_lift_is_refused_by_name():
+    codes, scales, factors = checkpoint(3, 2, 32, 64, "nvfp4", parts=2)
+    factors[1, 0] = 2.0**120
+    pack_experts(codes, scales, factors, format="nvfp4", parts=2, name="w13")
+    factors[1, 1] = 2.0**121
+    with pytest.raises(ValueError, match=r"w13: a factor \(weight_scale_2\) is 2\.65846e\+36; .* up to 2\^120"):
+        pack_experts(codes, scales, factors, format="nvfp4", parts=2, name="w13")
+
+
+def test_zeros_under_scales_that_no_factor_can_be_are_refused_with_those_scales():
+    codes, scales = torch.zeros(1, 16, 32, dtype=torch.uint8), torch.zeros(1, 16, 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"w2 has mxfp4 scales from 2\^-127 to 2\^-127; .* above 2\^-127"):
+        pack_experts(codes, scales, None, format="mxfp4", parts=1, name="w2")
