@@ -75,7 +75,7 @@ def test_a_slice_may_cut_a_block(tokens, offset):
     ids=lambda tile: str(list(tile.constants.values())),
 )
 def test_every_way_to_cut_few_tokens(tile):
-    assert make_case(9, 80, 1152).fault(tile=tile) == ""
+    assert make_case(9, 48, 1152).fault(tile=tile) == ""
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_weight_that_begins_between_pieces_is_refused():
 
 
 def test_counters_are_zero_again():
-    case = make_case(3, 40, 512)
+    case = make_case(3, 20, 512)
     for tile in (few(split=4), many(split=4)):
         assert torch.equal(case.run(tile=tile), case.run(tile=tile))
     assert int(decode._counter_pool(case.x.device).abs().sum()) == 0
