@@ -134,9 +134,17 @@ def _kernels(argv: list[str]) -> int:
 
 @verb(
     "bench",
-    "`bench router`: the router on one core; `bench guides`: grammar masks; `bench kernels`: kernels on this GPU",
+    "`bench serve`: load for any server; `bench compare`: two reports; `bench router`, `guides`, `kernels`: parts",
 )
 def _bench(argv: list[str]) -> int:
+    if argv[:1] == ["serve"]:
+        from bench.serve import main as run_serve
+
+        return run_serve(argv[1:], prog="isthmus bench serve")
+    if argv[:1] == ["compare"]:
+        from bench.compare import main as run_compare
+
+        return run_compare(argv[1:], prog="isthmus bench compare")
     if argv[:1] == ["kernels"]:
         from kernels.bench import main as run_kernels
 
@@ -151,7 +159,12 @@ def _bench(argv: list[str]) -> int:
 
         model = [] if any(word.split("=")[0] == "--model" for word in argv) else ["--model", "dsv4-tiny"]
         return run_guides(_with_model_folder([*argv[1:], *model]), prog="isthmus bench guides")
-    return _usage("bench", "kernels --group GROUP [...] | router [...] | guides [...]      (each with --help)", argv)
+    return _usage(
+        "bench",
+        "serve --url URL [...] | compare A B | router [...] | guides [...] | kernels --group GROUP [...]      "
+        "(each with --help)",
+        argv,
+    )
 
 
 @verb("router", "run a router by hand, = python -m router")

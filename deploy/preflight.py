@@ -17,7 +17,7 @@ from engine.model.config import load_config, shard_paths
 from engine.numa import SYSFS, NumaTopology, discover
 
 DISTRIBUTION = "isthmus"
-PACKAGES = ("router", "prefill_worker", "decode_worker", "kv_transfer", "kernels", "engine", "deploy")
+PACKAGES = ("router", "prefill_worker", "decode_worker", "kv_transfer", "kernels", "engine", "bench", "deploy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("router", "prefill_worker", "decode_worker", "kv_transfer", "kernels", "engine", "deploy")
+PACKAGES = ("router", "prefill_worker", "decode_worker", "kv_transfer", "kernels", "engine", "bench", "deploy")
 
 # what each layer may import of ours, itself aside; the longest prefix of a module's name decides
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -22,6 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": ("engine.model", "kernels", "kv_transfer", "router.protocol"),
     "prefill_worker": ("engine", "kv_transfer", "router.protocol"),
     "decode_worker": ("engine", "kv_transfer", "router.protocol"),
+    "bench": ("router.tokenizer", "kernels.table"),
     "deploy": PACKAGES,
 }
 NO_TORCH = (
@@ -30,6 +31,8 @@ NO_TORCH = (
     "prefill_worker.__main__",
     "decode_worker.leader",
     "decode_worker.__main__",
+    "bench.serve",
+    "bench.compare",
     "deploy.cluster",
     "deploy.cli",
     "deploy.tiny_model",
