@@ -4,8 +4,9 @@
     python -m kernels.check ...
 
 Each module of this package that has `variants(arch) -> list[Variant]` takes part. Refused are spills, tensor
-instructions that are missing or were not declared, more shared memory than a block has, and a compilation that takes
-more than 30 s of processor time. Results are kept by a hash of the kernel's source, its variant and the compiler.
+instructions that are missing or were not declared, products that are left to run while their operands' registers are
+written anew, more shared memory than a block has, and a compilation that takes more than 30 s of processor time.
+Results are kept by a hash of the kernel's source, its variant and the compiler.
 Exit code: 0 well, 1 something may not ship, 2 wrong usage.
 """
 

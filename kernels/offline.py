@@ -27,6 +27,8 @@ from kernels.tiles import Variant
 
 _TENSOR = re.compile(r"(?:H|Q|O|I|D|HG|QG|IG|UTC\w*)MMA\b")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_LEFT_IN_REGISTERS = re.compile(r"wgmma\.mma_async[^{;]*\{[^}]*\},\s*\{")
+_LEFT_RUNNING = re.compile(r"wgmma\.wait_group\S*\s+[1-9]")
 _WARPGROUP = {"HMMA": ("HMMA", "HGMMA"), "QMMA": ("QMMA", "QGMMA")}
 
 
@@ -60,6 +62,7 @@ class Report:
     instructions (any loop if there are none), 0 without one.   per_byte: lane instructions per byte of device memory,
     of that loop if there is one, else of the kernel; None where the variant doesn't say its bytes.
     per_weight: lane instructions per packed weight, of the innermost loop that does the most around each product.
+    running: warp group products with their left operand in registers, in a kernel that leaves products to run on.
     resident: blocks a multiprocessor holds at a time.   faults: why it may not ship; empty if it may.
     """
 
@@ -79,6 +82,7 @@ class Report:
     loop: int = 0
     per_byte: float | None = None
     per_weight: float | None = None
+    running: int = 0
     resident: int = 0
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
@@ -116,7 +120,9 @@ def compile_variant(variant: Variant, arch: str, *, dump: Path | None = None) ->
         stem = f"{re.sub(r'[^A-Za-z0-9]+', '_', variant.op)}.{zlib.crc32(tile.encode()):08x}.{arch}"
         for suffix, text in (("ptx", compiled.asm["ptx"]), ("ttgir", compiled.asm["ttgir"]), ("sass", sass)):
             (dump / f"{stem}.{suffix}").write_text(f"// {variant.kernel.__name__} {tile}\n{text}")
-    return _report(variant, arch, log.getvalue(), sass, compiled.metadata.shared, seconds)
+    report = _report(variant, arch, log.getvalue(), sass, compiled.metadata.shared, seconds)
+    report = dataclasses.replace(report, running=_running(compiled.asm["ptx"]))
+    return dataclasses.replace(report, faults=tuple(_faults(report, variant)))
 
 
 def _source(variant: Variant) -> ASTSource:
@@ -191,8 +197,16 @@ def _report(variant: Variant, arch: str, log: str, sass: str, shared: int, secon
         per_weight=_per_weight(code) if variant.has_packed_weights else None,
         seconds=round(seconds, 2),
     )
-    report = dataclasses.replace(report, resident=_resident(report, variant.num_warps))
-    return dataclasses.replace(report, faults=tuple(_faults(report, variant)))
+    return dataclasses.replace(report, resident=_resident(report, variant.num_warps))
+
+
+def _running(ptx: str) -> int:
+    """Return the products that may read registers of their left operand after these have been written anew.
+
+    A wgmma reads its operands until it has been waited for. In a pipelined loop Triton leaves the last ones to run on
+    into the next iteration, and only watches over operands in shared memory.
+    """
+    return len(_LEFT_IN_REGISTERS.findall(ptx)) if _LEFT_RUNNING.search(ptx) else 0
 
 
 def _loops(code: list[tuple[int, str, str]]) -> list[tuple[int, int]]:
@@ -253,6 +267,11 @@ def _faults(report: Report, variant: Variant) -> list[str]:
         faults.append(f"{report.smem:,} B of shared memory, a block has {limits.block_smem:,}: fewer stages or columns")
     elif not report.resident:
         faults.append(f"{report.registers} registers in {variant.num_warps} warps: no multiprocessor holds a block")
+    if report.running:
+        faults.append(
+            f"{report.running} products with their left operand in registers, in a loop that does not wait for them: "
+            "use each one's sums in the iteration that makes them, or load the operand to shared memory"
+        )
     if report.per_weight is not None and report.per_weight > limits.per_weight:
         faults.append(
             f"{report.per_weight} instructions a weight: at most {limits.per_weight}, or issue limits the loop"

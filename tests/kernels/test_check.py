@@ -32,6 +32,20 @@ def product_kernel(a, b, out, steps, M: tl.constexpr, N: tl.constexpr, K: tl.con
 
 
 @triton.jit
+def converted_kernel(a, b, out, steps, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, USED: tl.constexpr):
+    """The left operand is made in registers; USED: something needs each step's sums before the next one begins."""
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :], tl.arange(0, K)
+    total = tl.zeros((M, N), tl.float32)
+    for step in range(steps):
+        left = tl.load(a + m * 4096 + step * K + k[None, :]).to(tl.bfloat16)
+        right = tl.load(b + (step * K + k[:, None]) * 4096 + n)
+        total = tl.dot(left, right, total)
+        if USED:
+            total = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], tl.float32, is_pure=True, pack=1)
+    tl.store(out + m * N + n, total)
+
+
+@triton.jit
 def outer_kernel(a, b, out, M: tl.constexpr, N: tl.constexpr):
     m, n = tl.arange(0, M), tl.arange(0, N)
     tl.store(out + m[:, None] * N + n[None, :], tl.load(a + m)[:, None] * tl.load(b + n)[None, :])
@@ -67,6 +81,12 @@ OUTER = Variant(
 )
 
 
+CONVERTED = dataclasses.replace(
+    PRODUCT,
+    kernel=converted_kernel,
+    signature={**PRODUCT.signature, "a": "*fp8e4nv"},
+    constants={**PRODUCT.constants, "USED": False},
+)
 HEAVY = Variant("heavy", heavy_kernel, {"a": "*fp32", "out": "*fp32"}, {"M": 128, "N": 128, "STEPS": 64}, 4, 1)
 SPILLING = dataclasses.replace(PRODUCT, constants={"M": 128, "N": 256, "K": 32}, num_warps=1, num_stages=1)
 
@@ -105,6 +125,24 @@ def test_too_much_shared_memory_is_refused():
     said = faults(tile)
     assert "B of shared memory, a block has 101,376: fewer stages" in said
     assert LIMITS["sm_120"].block_smem == 101_376
+
+
+def test_a_product_that_runs_on_while_its_operand_s_registers_change_is_refused():
+    said = faults(CONVERTED, "sm_90")
+    assert "4 products with their left operand in registers, in a loop that does not wait for them" in said
+
+
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [
+        (dataclasses.replace(CONVERTED, constants={**CONVERTED.constants, "USED": True}), "sm_90"),  # waited for
+        (PRODUCT, "sm_90"),  # runs on, both operands in shared memory
+        (CONVERTED, "sm_120"),  # mma.sync
+    ],
+    ids=["waited for", "shared memory", "sm_120"],
+)
+def test_a_product_whose_operands_stay_is_not(variant, arch):
+    assert faults(variant, arch) == ""
 
 
 def test_too_many_instructions_for_a_packed_weight_are_refused():
