@@ -116,11 +116,12 @@ def test_a_tables_row_may_name_an_expert_twice():
     assert case.fault() == ""
 
 
-def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other():
+@pytest.mark.parametrize("expert", [6, -1, 2**31])
+def test_an_expert_that_the_table_invents_makes_its_token_nan_and_no_other(expert):
     case = make_case(3, by_table=True)
     case.routing["token_ids"].copy_(torch.tensor([1, 2, 3]))
     before = case.run()
-    case.routing["table"][2, 1] = 6
+    case.routing["table"][2, 1] = expert
     after = case.run()
     assert bool(after[1].isnan().all())
     assert torch.equal(after[::2], before[::2])
@@ -163,6 +164,14 @@ def test_padding_tokens_may_hold_anything():
     before = case.run()
     case.x[2:] = math.nan
     case.scores[2:] = math.nan
+    assert torch.equal(case.run(), before)
+
+
+@pytest.mark.parametrize("token_id", [-1, 50, 10**9])
+def test_padding_tokens_may_have_any_token_id(token_id):
+    case = make_case(2, by_table=True, padding=1)
+    before = case.run()
+    case.routing["token_ids"][2] = token_id
     assert torch.equal(case.run(), before)
 
 

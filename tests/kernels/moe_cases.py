@@ -150,8 +150,11 @@ def make_case(
 
 
 def packed(seed: int, experts: int, rows: int, channels: int, fmt: str, *, parts: int, device: str = "cpu"):
-    """Return checkpoint(..) packed."""
+    """Return checkpoint(..) packed; mxfp4: with the largest scales of experts, and of w1 and w3, apart."""
     codes, scales, factors = checkpoint(seed, experts, rows, channels, fmt, parts=parts, device=device)
+    if fmt == "mxfp4":
+        scales -= (torch.arange(experts, device=device) % 3)[:, None, None].to(torch.uint8)
+        scales[:, : rows // parts] -= parts - 1
     return pack_experts(codes, scales, factors, format=fmt, parts=parts, name="w")
 
 
