@@ -10,6 +10,7 @@
     hyper_connection_decode  the same in two launches a sublayer, the norm of its input included
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries
+    indexer_decode    the same for a decode step, queries made ready, in three launches
     cache_write       scatter into window rings and blocks
     cache_write_decode  the same for a decode step, norm, rope and compression included, in one launch
     sparse_attention  shared-KV attention over window and selected entries, with sink

@@ -139,6 +139,11 @@ def _sampling(r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: in
     return Tile(constants | {"TILE": 1024, "PIVOTED": 512, "SMALL": 256, "STEP": 16}, num_warps=scan)
 
 
+def _logits(block_n: int, *, stages: int, resident: int, warps: int = 4, **upto: int) -> Tile:
+    """A tile of the indexer's scores: blocks of keys, of which `stages` are on their way; programs a multiprocessor."""
+    return Tile({"BLOCK_N": block_n, "STAGES": stages, "RESIDENT": resident}, num_warps=warps, upto=upto)
+
+
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # row_bytes: of a row of weights.   mib: of all weights.
     "linear_few": {
@@ -214,6 +219,20 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},
+    "indexer_query": {
+        "sm_120": (Tile({"BLOCK_H": 8}, num_warps=4),),
+        "sm_90": (Tile({"BLOCK_H": 8}, num_warps=4),),
+    },
+    # queries: tokens of a sequence that are scored together.
+    "indexer_logits": {
+        "sm_120": (_logits(64, stages=3, resident=3, queries=1), _logits(64, stages=3, resident=1, warps=8)),
+        "sm_90": (_logits(64, stages=4, resident=3, queries=1), _logits(64, stages=4, resident=2, warps=8)),
+    },
+    # CHUNK: scores that one program looks over; a longer row is shared.
+    "indexer_top_k": {
+        "sm_120": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=8),),
+        "sm_90": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=8),),
+    },
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),
         "sm_90": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),

@@ -1,0 +1,414 @@
+"""The indexer of a decode step: queries made ready, keys scored where they lie, the best k entries of each token.
+
+    query     rope on the last R channels; times the Hadamard matrix if wanted; rounded like the keys (see quant.py)
+    score     score[t, b] = weight[t, h] * scale summed over heads h with relu(query[t, h] . key[b]), b < visible[t]
+    selected  the k best of a token, all of them if it sees no more than k: then nothing is scored
+
+Rules of the selection: equal scores go to the lower entry (0.0 and -0.0 are equal); an entry scored NaN or -inf is
+never selected; entries come in ascending order, places left over are -1 and come last. A token with a score that is not
+finite has read a key that was never written: it is reported in `sound`, and nobody may use its output. So is one whose
+block table ends too early, and one whose scores had no room.
+
+Kernels: query_kernel; logits_kernel writes scores as tiles of BLOCK_N, those of one token together, tokens in order;
+top_k_kernel finds thresholds by counting. Grids are fixed by the device alone, and programs share what there really is
+to do: time follows the tokens' true lengths, which are read on the device, never the longest that is allowed. Scores
+take 4 bytes a visible entry, at most WORKSPACE_SCORES of them (64 MiB: 64 tokens at 2^20 positions), or what the block
+table can hold if that is less; parts of long rows 8 bytes x k for every CHUNK scores, and a CHUNK for every token.
+
+Products: FP8 keys meet FP8 queries in tensor cores, which on sm_90 keep about 14 bits of a sum of 32; FP4 keys and
+queries become f16, exactly while scales of a row differ by less than 2^23 (what lies below is lost in a float32 sum
+anyway). Everything else is float32. A token's bits don't depend on the other sequences of the batch, only on whether
+sequences have one token, two, or more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from kernels.indexer import select_top_k_reference
+from kernels.indexer_query_triton import query_kernel
+from kernels.indexer_topk_triton import INTEGERS as TOP_K_INTEGERS
+from kernels.indexer_topk_triton import top_k_kernel
+from kernels.indexer_triton import FORMATS, INTEGERS, logits_kernel
+from kernels.norm_rope import rope_reference
+from kernels.quant import hadamard as hadamard_reference
+from kernels.quant import quantize_e2m1, quantize_e4m3
+from kernels.ragged import DecodeBatch
+from kernels.row_store import row_args
+from kernels.rows import FP4_GROUP, Rows, round_trip
+from kernels.tiles import Tile, Variant, tile_for, tiles_of
+from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
+
+QUERY, LOGITS, TOP_K = "indexer_query", "indexer_logits", "indexer_top_k"
+WORKSPACE_SCORES = 1 << 24
+MOST_TOKENS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexQuery:
+    """Queries as logits_kernel reads them.
+
+    values: [T, H, D] float8_e4m3fn (fp8_index) or float16 (fp4_index: relative to the largest scale of the row).
+    weight: [T, H] float32: the head's weight, the scale of the scores and that of the row's values, in one.
+    """
+
+    format: str
+    values: Tensor
+    weight: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of one step: tiles of `block`, those of a token together.
+
+    values: [capacity * block] float32.   queries: tokens of a sequence that are scored together.
+    """
+
+    values: Tensor
+    block: int
+    queries: int
+
+    def rows(self, batch: DecodeBatch, *, ratio: int, top_k: int) -> list[Tensor | None]:
+        """Return each token's scores, None if it has none. Reads lengths back: for tests."""
+        found: list[Tensor | None] = []
+        tile = 0
+        first = batch.query_start.tolist()
+        positions, sequences = batch.positions.tolist(), batch.sequence.tolist()
+        for token, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
+            found.append(None)
+            if sequence < 0:
+                continue
+            place = (token - first[sequence]) % self.queries
+            behind = min(self.queries - 1 - place, first[sequence + 1] - 1 - token)
+            if (position + 1 + behind) // ratio > top_k:
+                begin = tile * self.block
+                found[-1] = self.values[begin : begin + (position + 1) // ratio]
+                tile += cdiv((position + 1 + behind) // ratio, self.block)
+        return found
+
+
+def index_query_reference(
+    q: Tensor, weight: Tensor, batch: DecodeBatch, rotation: Tensor, *, fmt: str, scale: float, hadamard: bool = False
+) -> IndexQuery:
+    """See index_query."""
+    is_real = batch.sequence >= 0
+    x = rope_reference(torch.where(is_real[:, None, None], q, 0), rotation)
+    x = hadamard_reference(x) if hadamard else x
+    if fmt == "fp8_index":
+        values, factor = quantize_e4m3(x, x.shape[-1])
+        factor = factor[..., 0]
+    else:
+        factor = quantize_e2m1(x, FP4_GROUP)[1].amax(-1)
+        values = torch.where(factor.isfinite()[..., None], round_trip(x, fmt) / factor[..., None], 0).to(torch.float16)
+        factor = torch.where(factor.isfinite(), factor, math.nan)
+    folded = weight.float() * scale * factor
+    return IndexQuery(fmt, values, torch.where(is_real[:, None], folded, 0.0))
+
+
+def index_query(
+    q: Tensor,
+    weight: Tensor,
+    batch: DecodeBatch,
+    rotation: Tensor,
+    *,
+    fmt: str,
+    scale: float,
+    hadamard: bool = False,
+    tile: Tile | None = None,
+) -> IndexQuery:
+    """Return queries rounded to row format `fmt` (fp8_index, fp4_index) and their heads' weights.
+
+    q: [T, H, D] float32 or bfloat16, packed heads, any row stride of whole 16 bytes.   weight: [T, H] float32 or
+    bfloat16.   rotation: complex64 [T, R/2].   scale: (H D)^-0.5 in DeepSeek-V4.   hadamard: only with D = 128.
+    tile: instead of the table's. A padding token's row is 0. With dependent launch the batch and the rotation are read
+    before the kernel ahead has ended.
+    """
+    tokens, heads, dim = q.shape
+    if fmt not in FORMATS or dim not in (32, 64, 128) or (hadamard and dim != 128):
+        raise ValueError(
+            f"queries of {dim} channels, {fmt}, hadamard {hadamard}: wanted fp8_index or fp4_index of 32, 64 or 128 "
+            "channels, hadamard with 128 only"
+        )
+    if tokens != batch.num_tokens or weight.shape != (tokens, heads) or weight.stride(-1) != 1:
+        raise ValueError(f"queries {tuple(q.shape)}, weights {tuple(weight.shape)} for {batch.num_tokens} tokens")
+    if q.dtype not in (torch.float32, torch.bfloat16) or q.stride()[1:] != (dim, 1):
+        raise ValueError(f"queries {q.dtype} with strides {q.stride()}: wanted float32 or bfloat16, packed heads")
+    if rotation.dtype != torch.complex64 or not rotation.is_contiguous() or rotation.shape[0] != tokens:
+        raise ValueError(f"rotation {tuple(rotation.shape)} {rotation.dtype}: wanted contiguous complex64 of {tokens}")
+    if 2 * rotation.shape[1] > dim:
+        raise ValueError(f"rotation of {2 * rotation.shape[1]} channels for queries of {dim}")
+    if not uses_triton(q):
+        return index_query_reference(q, weight, batch, rotation, fmt=fmt, scale=scale, hadamard=hadamard)
+    piece = 16 // q.element_size()
+    if q.stride(0) % piece or q.data_ptr() % 16:
+        raise ValueError(f"queries {q.stride(0)} elements apart, {q.data_ptr() % 16} bytes off: wanted whole 16 bytes")
+    dtype = torch.float8_e4m3fn if fmt == "fp8_index" else torch.float16
+    values = torch.empty((tokens, heads, dim), dtype=dtype, device=q.device)
+    folded = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+    if tokens:
+        tile = tile or tile_for(QUERY, arch_of(q.device), tokens=tokens)
+        block = tile.constants["BLOCK_H"]
+        pdl, launch = _launch(q.device)
+        query_kernel[(tokens, cdiv(heads, block))](
+            q, weight, values.view(torch.int16) if fmt == "fp8_index" else values, folded,
+            torch.view_as_real(rotation), batch.sequence, scale, q.stride(0) // piece, weight.stride(0),
+            H=heads, D=dim, ROPE=2 * rotation.shape[1], FORMAT=FORMATS[fmt], HADAMARD=hadamard, BLOCK_H=block,
+            PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
+        )  # fmt: skip
+    return IndexQuery(fmt, values, folded)
+
+
+def index_scores(
+    query: IndexQuery,
+    batch: DecodeBatch,
+    keys: Rows,
+    *,
+    ratio: int,
+    top_k: int,
+    tile: Tile | None = None,
+    capacity: int | None = None,
+) -> Scores:
+    """Return the scores of tokens that see more than top_k entries, with the kernel.
+
+    capacity: scores that there is room for; None: see the module. More are not written, and their tokens not sound.
+    Scores beyond a token's last visible entry are whatever was there.
+    """
+    _check_keys(query, batch, keys, ratio, top_k)
+    tokens, heads, dim = query.values.shape
+    device = query.values.device
+    together = next_power_of_2(min(max(batch.max_query_len, 1), 4))
+    tile = tile or tile_for(LOGITS, arch_of(device), queries=together, fp4=int(query.format == "fp4_index"))
+    block = tile.constants["BLOCK_N"]
+    if capacity is None:
+        capacity = min(tokens * batch.block_table.shape[1] * keys.rows + tokens * block, WORKSPACE_SCORES)
+    capacity //= block
+    scores = Scores(torch.empty(max(capacity, 1) * block, dtype=torch.float32, device=device), block, together)
+    if not tokens:
+        return scores
+    values, scales, unit_bytes = row_args(keys)
+    if values.data_ptr() % 16 or unit_bytes % 16:
+        raise ValueError(
+            f"keys {values.data_ptr() % 16} bytes off, units of {unit_bytes} bytes: wanted multiples of 16"
+        )
+    word = _scale_word(query.format, dim)
+    scales = scales.view(word)
+    pdl, launch = _launch(device)
+    logits_kernel[(sm_count(device) * tile.constants["RESIDENT"],)](
+        query.values, query.weight, scores.values, batch.positions, batch.sequence, batch.query_start,
+        batch.block_table, values.view(torch.float8_e4m3fn if query.format == "fp8_index" else torch.int32), scales,
+        unit_bytes // 16, unit_bytes // word.itemsize, batch.block_table.shape[1], keys.num_units, tokens, capacity,
+        TOP_K=top_k, RATIO=ratio, TOKENS=_padded_tokens(tokens), PDL=pdl,
+        **_logits_constants(query.format, heads, dim, keys.rows, together, tile),
+        num_warps=tile.num_warps, num_stages=1, **launch,
+    )  # fmt: skip
+    return scores
+
+
+def select_scored(
+    scores: Scores, batch: DecodeBatch, *, ratio: int, top_k: int, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (selected [T, top_k] int32, sound [T] bool) of what index_scores gave, with the kernel."""
+    return _top_k(
+        scores.values, None, 0, batch.num_tokens, top_k, tile, batch=batch, ratio=ratio, block=scores.block,
+        queries=scores.queries, capacity=scores.values.shape[0] // scores.block,
+    )  # fmt: skip
+
+
+def index_select_reference(
+    query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """See index_select."""
+    selected = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int32, device=batch.device)
+    sound = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
+    for token in range(batch.num_tokens):
+        sequence, visible = int(batch.sequence[token]), (int(batch.positions[token]) + 1) // ratio
+        if sequence < 0:
+            continue
+        row = torch.arange(visible, device=batch.device)
+        if visible > top_k:
+            scores = scores_reference(query, batch, keys, token=token, visible=visible)
+            sound[token] = scores.isfinite().all()
+            row = select_top_k_reference(scores[None], top_k)[0]
+            row = row[row >= 0].sort().values
+        selected[token, : row.shape[0]] = row.to(torch.int32)
+    return selected, sound
+
+
+def scores_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, token: int, visible: int) -> Tensor:
+    """Return the scores [visible] float32 of a token; NaN for entries without a block."""
+    entry = torch.arange(visible, device=batch.device)
+    column, row = entry // keys.rows, entry % keys.rows
+    is_known = column < batch.block_table.shape[1]
+    block = batch.block_table[int(batch.sequence[token])].long()
+    unit = torch.where(is_known, block[column.clamp(max=block.shape[0] - 1)], -1)
+    is_known = (unit >= 0) & (unit < keys.num_units)
+    key = torch.full((visible, keys.width), math.nan, device=batch.device)
+    key[is_known] = keys.read(unit[is_known], row[is_known])
+    dots = query.values[token].float() @ key.T
+    return query.weight[token] @ torch.where(dots < 0, 0.0, dots)
+
+
+def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return (selected [T, top_k] int32, sound [T] bool): entry numbers as sparse_attention_decode reads them.
+
+    The keys of this step's entries must have been written. Calls on one device must not overlap: they share counters.
+    With dependent launch the batch is read before the kernel ahead has ended: neither it nor one that lets others begin
+    early may have written it in this step.
+    """
+    _check_keys(query, batch, keys, ratio, top_k)
+    if not uses_triton(query.values):
+        return index_select_reference(query, batch, keys, ratio=ratio, top_k=top_k)
+    scores = index_scores(query, batch, keys, ratio=ratio, top_k=top_k)
+    return select_scored(scores, batch, ratio=ratio, top_k=top_k)
+
+
+def top_k_of_rows(scores: Tensor, lengths: Tensor, k: int, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Return (selected [T, k] int32, sound [T] bool) of scores [T, L] float32, whose first lengths[t] int32 count.
+
+    The selection of index_select as an operation of its own; sound: all that counts is finite.
+    """
+    if scores.dim() != 2 or scores.dtype != torch.float32 or (scores.numel() and scores.stride(1) != 1):
+        raise ValueError(f"scores {tuple(scores.shape)} {scores.dtype}: wanted float32 rows")
+    tokens = scores.shape[0]
+    if lengths.shape != (tokens,) or lengths.dtype != torch.int32 or not lengths.is_contiguous() or k < 1:
+        raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype}, k {k}: wanted int32 ({tokens},), 1 or more")
+    if uses_triton(scores):
+        return _top_k(scores, lengths, scores.stride(0), tokens, k, tile, width=scores.shape[1])
+    inside = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
+    best = select_top_k_reference(scores.masked_fill(~inside, -math.inf), k)
+    order = torch.where(best < 0, scores.shape[1], best).sort().values
+    selected = torch.where(order < scores.shape[1], order, -1).to(torch.int32)
+    return selected, (scores.isfinite() | ~inside).all(1)
+
+
+def _top_k(
+    scores: Tensor, lengths: Tensor | None, row_stride: int, tokens: int, k: int, tile: Tile | None, *,
+    batch: DecodeBatch | None = None, ratio: int = 1, block: int = 1, queries: int = 1, capacity: int = 0,
+    width: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    device = scores.device
+    selected = torch.empty((tokens, k), dtype=torch.int32, device=device)
+    sound = torch.empty(tokens, dtype=torch.int8, device=device)
+    if not tokens:
+        return selected, sound.bool()
+    tile = tile or tile_for(TOP_K, arch_of(device))
+    chunk = max(tile.constants["CHUNK"], int(next_power_of_2(2 * k)))
+    slots = tokens * max(cdiv(width, chunk), 1) if lengths is not None else tokens + cdiv(scores.shape[0], chunk)
+    part_values = torch.empty((slots, k), dtype=torch.float32, device=device)
+    part_ids = torch.empty((slots, k), dtype=torch.int32, device=device)
+    places = (None, None, None) if batch is None else (batch.positions, batch.sequence, batch.query_start)
+    pdl, launch = _launch(device)
+    top_k_kernel[(sm_count(device) * tile.constants["RESIDENT"],)](
+        scores, lengths, selected, sound, part_values, part_ids, _counters(device), *places, row_stride, tokens,
+        capacity, **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
+        BLOCK_N=block, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
+    )  # fmt: skip
+    return selected, sound.view(torch.bool)
+
+
+def _logits_constants(fmt: str, heads: int, dim: int, rows: int, queries: int, tile: Tile) -> dict[str, int]:
+    padded = max(8, int(next_power_of_2(heads)))
+    constants = {"H": heads, "HEADS": padded, "D": dim, "ROWS": rows, "FORMAT": FORMATS[fmt], "QUERIES": queries}
+    return constants | {name: tile.constants[name] for name in ("BLOCK_N", "STAGES")}
+
+
+def _top_k_constants(k: int, tile: Tile) -> dict[str, int]:
+    chunk = max(tile.constants["CHUNK"], int(next_power_of_2(2 * k)))
+    return {"K": k, "KP": int(next_power_of_2(k)), "TILE": tile.constants["TILE"], "CHUNK": chunk}
+
+
+def _padded_tokens(tokens: int) -> int:
+    """Return how many tokens a program looks over: one of few numbers, so that few kernels are compiled."""
+    return next(n for n in (64, 512, MOST_TOKENS) if tokens <= n)
+
+
+def _scale_word(fmt: str, dim: int) -> torch.dtype:
+    """Return the type as which the scales of one row are read at once."""
+    if fmt == "fp8_index":
+        return torch.float32
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dim // FP4_GROUP]
+
+
+def _launch(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    pdl = HAS_PDL(device)
+    return pdl, {"launch_pdl": True} if pdl else {}
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Return counters that are zero between calls: the last program to count puts its own back."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("first selection of the indexer inside a graph capture: call it once before")
+    return torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device)
+
+
+def _check_keys(query: IndexQuery, batch: DecodeBatch, keys: Rows, ratio: int, top_k: int) -> None:
+    tokens, heads, dim = query.values.shape
+    if tokens != batch.num_tokens or query.weight.shape != (tokens, heads) or tokens > MOST_TOKENS:
+        raise ValueError(
+            f"queries {tuple(query.values.shape)}, weights {tuple(query.weight.shape)} for {batch.num_tokens} tokens; "
+            f"{MOST_TOKENS} at most"
+        )
+    if keys.format != query.format or keys.width != dim:
+        raise ValueError(f"{keys.format} keys of {keys.width} channels, queries {query.format} of {dim}")
+    if not query.values.is_contiguous() or not query.weight.is_contiguous():
+        raise ValueError(f"queries with strides {query.values.stride()}: wanted contiguous ones")
+    if keys.rows & (keys.rows - 1) or ratio < 1 or top_k < 1:
+        raise ValueError(f"blocks of {keys.rows} rows, ratio {ratio}, top {top_k}: wanted a power of two, 1 or more")
+
+
+# Row format, heads, channels, rows of a block, tokens of a sequence, tokens looked over.
+_SHIPPED = [
+    ("fp8_index", 64, 128, 64, 1, 64),
+    ("fp4_index", 64, 128, 64, 1, 64),
+    ("fp8_index", 64, 128, 64, 2, 64),
+]
+
+
+def variants(arch: str) -> list[Variant]:
+    """Return the compilations that are shipped for `arch`, for the offline gate: DeepSeek-V4-Flash's indexer."""
+    found = []
+    for tile in tiles_of(QUERY, arch):
+        for fmt, hadamard in (("fp8_index", False), ("fp4_index", True)):
+            signature = dict.fromkeys(query_kernel.arg_names, "*fp32") | {"q_ptr": "*bf16", "weight_ptr": "*bf16"}
+            signature |= {"out_ptr": "*i16" if fmt == "fp8_index" else "*fp16", "sequence_ptr": "*i32"}
+            signature |= {"scale": "fp32", "stride_q": "i32", "stride_w": "i32"}
+            constants: dict[str, Any] = {"H": 64, "D": 128, "ROPE": 64, "FORMAT": FORMATS[fmt], "HADAMARD": hadamard}
+            constants |= {"BLOCK_H": tile.constants["BLOCK_H"], "PDL": True}
+            size = tile.constants["BLOCK_H"] * (384 if fmt == "fp8_index" else 512)
+            found.append(_variant(QUERY, query_kernel, signature, constants, tile, (), ("stride_q", "stride_w"), size))
+    for fmt, heads, dim, rows, queries, tokens in _SHIPPED:
+        tile = tile_for(LOGITS, arch, queries=queries, fp4=int(fmt == "fp4_index"))
+        signature = dict.fromkeys(logits_kernel.arg_names, "*i32") | dict.fromkeys(INTEGERS, "i32")
+        signature |= {"q_ptr": "*fp8e4nv" if fmt == "fp8_index" else "*fp16"}
+        signature |= dict.fromkeys(("weight_ptr", "score_ptr"), "*fp32")
+        if fmt == "fp8_index":
+            signature |= {"key_ptr": "*fp8e4nv", "key_scale_ptr": "*fp32"}
+        constants = {**_logits_constants(fmt, heads, dim, rows, queries, tile), "PDL": True, "RATIO": 4}
+        constants |= {"TOP_K": 512, "TOKENS": tokens}
+        tensor = "QMMA" if fmt == "fp8_index" else "HMMA"
+        size = tile.constants["BLOCK_N"] * (136 if fmt == "fp8_index" else 72)
+        found.append(_variant(LOGITS, logits_kernel, signature, constants, tile, (tensor,), INTEGERS, size))
+    for tile in tiles_of(TOP_K, arch):
+        signature = dict.fromkeys(top_k_kernel.arg_names, "*i32") | dict.fromkeys(TOP_K_INTEGERS, "i32")
+        signature |= {"score_ptr": "*fp32", "part_value_ptr": "*fp32", "sound_ptr": "*i8"}
+        block = tile_for(LOGITS, arch, queries=1, fp4=0).constants["BLOCK_N"]
+        constants = {**_top_k_constants(512, tile), "QUERIES": 1, "RATIO": 4, "BLOCK_N": block, "PDL": True}
+        constants |= {"TOKENS": 64, "lengths_ptr": None}
+        found.append(_variant(TOP_K, top_k_kernel, signature, constants, tile, (), TOP_K_INTEGERS, None))
+    return found
+
+
+def _variant(
+    op: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], tile: Tile,
+    tensor: tuple[str, ...], unaligned: Any, size: int | None,
+) -> Variant:  # fmt: skip
+    types = {name: kind for name, kind in signature.items() if name not in constants}
+    return Variant(op, kernel, types, constants, tile.num_warps, 1, tensor, size, unaligned)

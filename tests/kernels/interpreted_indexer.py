@@ -1,0 +1,145 @@
+"""The indexer's kernels against their torch references; every pool is NaN but for the keys that may be read."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels.indexer_decode as module
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0", "ignore:All-NaN slice")
+
+
+def _cases():
+    name = "indexer_cases"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    loaded = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+cases = _cases()
+make_case, logits_tile, top_k_tile = cases.make_case, cases.logits_tile, cases.top_k_tile
+SPANS = [(0, 1), (31, 1), (35, 1), (98, 1), (600, 1)]
+SEVERAL = [(30, 5), (0, 2), (97, 4), (220, 3)]
+
+
+@pytest.fixture(autouse=True)
+def few_programs_and_poisoned_outputs(monkeypatch):
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        x = plain(*args, **kwargs)
+        x.view(torch.uint8).fill_(0xFF)  # NaN in every float type, e4m3 included
+        return x
+
+    monkeypatch.setattr(module.torch, "empty", empty)
+    monkeypatch.setattr(module, "sm_count", lambda device: 3)
+
+
+def test_rows_that_selections_have_got_wrong():
+    assert cases.rows_fault(list(cases.score_rows().values()), 512) == ""
+
+
+@pytest.mark.parametrize("k", [1, 30])
+def test_long_rows_are_shared_by_several_programs(k):
+    rows = [row[:1300] for row in cases.score_rows().values()][:: 2 if k == 1 else 1]
+    assert cases.rows_fault(rows, k, tile=top_k_tile(512, 512)) == ""
+
+
+def test_counters_are_zero_again():
+    cases.rows_fault([torch.arange(300.0)] * 2, 5, tile=top_k_tile(128, 128))
+    assert not bool(module._counters(torch.device("cpu")).any())
+
+
+@pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
+@pytest.mark.parametrize("block", [8, 16, 32], ids=lambda block: f"{block} keys")
+def test_scores_and_selection_of_one_token_a_sequence(fmt, block):
+    """Blocks of the pool have 16 rows: smaller than a tile, as large, larger."""
+    case = make_case(SPANS, fmt=fmt, rows=16, padding=1, columns=3)
+    assert case.fault(tile=logits_tile(block), top_tile=top_k_tile()) == ""
+
+
+@pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
+def test_several_tokens_a_sequence_share_a_reading_of_their_keys(fmt):
+    case = make_case(SEVERAL, fmt=fmt, rows=16, padding=2, heads=3)
+    assert case.fault(tile=logits_tile(), top_tile=top_k_tile()) == ""
+
+
+@pytest.mark.parametrize(("fmt", "dim"), [("fp8_index", 32), ("fp4_index", 32), ("fp8_index", 128), ("fp4_index", 128)])
+def test_other_widths_and_the_table_has_tiles(fmt, dim):
+    assert make_case([(80, 1), (600, 1)], fmt=fmt, dim=dim, heads=16, rows=64, dtype=torch.bfloat16).fault() == ""
+
+
+def test_scales_far_apart_are_exact():
+    case = make_case([(300, 1)], fmt="fp4_index", dim=128, rows=16, spread=3.0)
+    assert case.fault(tile=logits_tile()) == ""
+
+
+@pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_turned_and_rounded(fmt, dtype):
+    case = make_case(SPANS, fmt=fmt, heads=11, padding=1, dtype=dtype, dim=128)
+    assert case.query_fault() == ""
+
+
+@pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
+def test_queries_are_multiplied_with_the_hadamard_matrix(fmt):
+    assert make_case(SPANS[:2], fmt=fmt, dim=128, heads=9, hadamard=True).query_fault() == ""
+
+
+@pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_query_that_is_not_finite_is_reported(fmt, value):
+    case = make_case([(300, 1), (200, 1)], fmt=fmt, dim=128)
+    case.q[0, 2, 70] = value
+    _, sound = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert sound.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
+def test_a_key_that_was_never_written_is_reported(fmt):
+    case = make_case([(300, 1), (300, 1)], fmt=fmt)
+    case.keys.values.view(torch.uint8)[int(case.batch.block_table[1, 3]), 2] = 0xFF
+    case.keys.scales.view(torch.uint8)[int(case.batch.block_table[1, 3]), 2] = 0xFF
+    assert case.fault(tile=logits_tile(), top_tile=top_k_tile()) == ""
+    _, sound = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert sound.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("block", [-1, 10**6])
+def test_an_entry_without_a_block_is_reported(block):
+    case = make_case([(300, 1), (300, 1)])
+    case.batch.block_table[0, 4] = block
+    assert case.fault(tile=logits_tile(), top_tile=top_k_tile()) == ""
+
+
+def test_a_table_that_ends_too_early_is_reported():
+    case = make_case([(300, 1)])
+    case.batch.positions[0] = 900
+    _, sound = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert sound.tolist() == [False]
+
+
+def test_scores_without_room_are_reported_and_others_are_not_disturbed():
+    case = make_case([(100, 1), (300, 1), (20, 1)])
+    how = {"ratio": 4, "top_k": 8}
+    scores = module.index_scores(case.query(), case.batch, case.keys, **how, tile=logits_tile(), capacity=64)
+    selected, sound = module.select_scored(scores, case.batch, **how, tile=top_k_tile())
+    assert sound.tolist() == [True, False, True]
+    wanted, _ = module.index_select_reference(case.query(), case.batch, case.keys, **how)
+    assert selected[[0, 2]].tolist() == wanted[[0, 2]].tolist()
+    assert selected[1].tolist() == [-1] * 8
+
+
+@pytest.mark.parametrize("programs", [1, 7, 40])
+def test_bits_do_not_depend_on_how_many_programs_share_the_work(programs, monkeypatch):
+    case = make_case(SPANS)
+    how = {"ratio": 4, "top_k": 8, "tile": logits_tile()}
+    before = module.index_scores(case.query(), case.batch, case.keys, **how)
+    monkeypatch.setattr(module, "sm_count", lambda device: programs)
+    after = module.index_scores(case.query(), case.batch, case.keys, **how)
+    assert torch.equal(before.values[:230].view(torch.int32), after.values[:230].view(torch.int32))
