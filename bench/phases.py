@@ -30,7 +30,7 @@ Window = tuple[float, float]
 MIN_STEPS = 16  # of steady state, in all windows together: below that, one step more or less is too much
 _MIN_STEPS_A_WINDOW = 4
 _MIN_SHARE_BELOW = 0.25  # of the time with any decoding, for a level below C
-_GROWTH = 1.5  # from the first third to the last: more is no steady state
+_GROWTH = 1.5  # from the second quarter to the last: more is no steady state
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,12 @@ def _of_open_loop(streams: Sequence[Stream], begin: float, end: float) -> Phases
     first = float(reached[0]) if len(reached) else begin
     if last_sent - first < 0.2 * (last_sent - begin) or last_sent <= first:
         return Phases(begin, end, (), None, level, "the number of streams under way never settled")
-    third = (last_sent - first) / 3
-    early, late = flow.mean(first, first + third), flow.mean(last_sent - third, last_sent)
+    quarter = (last_sent - begin) / 4
+    early, late = flow.mean(begin + quarter, middle), flow.mean(last_sent - quarter, last_sent)
     if late > _GROWTH * early + 2:
-        problem = f"streams under way grow from {early:.0f} to {late:.0f}: the rate is more than the server can do"
+        problem = (
+            f"streams under way grow on, from {early:.0f} to {late:.0f}: the rate is more than the server can do, "
+            "or the run is too short"
+        )
         return Phases(begin, end, (), (first, last_sent), level, problem)
     return Phases(begin, end, ((first, last_sent),), (first, last_sent), level, "")

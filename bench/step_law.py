@@ -27,7 +27,9 @@ _MAX_WEIGHT_STEPS = 100  # more steps than that at one N say nothing new beside 
 _MIN_SPREAD = 1.5  # largest N over smallest: below that a line through the points is a guess
 _INNER = (0.3, 0.7)  # of a gap: ends of streams fall on its edges, a little before or after
 
-Samples = dict[int, list[float]]
+_BLOCK = 8  # gaps whose mean is one sample: what comes late makes the next gap shorter, timers tick in milliseconds
+
+Samples = dict[int, list[tuple[float, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """step_s: the median.   num_steps: seen, on average over the streams in them."""
+    """step_s: median of means of blocks of gaps, so that neither ticks of timers nor a few stalls show in it.
+
+    num_steps: seen, on average over the streams in them.
+    """
 
     num_streams: int
     step_s: float
@@ -66,7 +71,7 @@ class Fit:
 
 
 def sample(streams: Sequence[Stream], *, with_waiting: bool) -> Samples:
-    """Return clean gaps in seconds by the number of streams that decoded."""
+    """Return means of clean gaps in seconds, and of how many, by the number of streams that decoded."""
     samples: Samples = defaultdict(list)
     occupancy, prompts = decoding(streams), waiting(streams)
     starts = np.sort([stream.times[0] for stream in streams if stream.times])
@@ -81,8 +86,14 @@ def sample(streams: Sequence[Stream], *, with_waiting: bool) -> Samples:
         is_clean = (early == late) & (joined == 0)
         if not with_waiting:
             is_clean &= prompts.at(begin + gap / 2) == 0
-        for num_streams, seconds in zip(early[is_clean], gap[is_clean], strict=True):
-            samples[int(num_streams)].append(float(seconds))
+        keys = np.where(is_clean, early, 0)
+        edges = np.flatnonzero(np.diff(keys)) + 1
+        for first, last in itertools.pairwise([0, *edges.tolist(), len(keys)]):
+            if keys[first] == 0:
+                continue
+            for at in range(first, last, _BLOCK):
+                block = gap[at : min(at + _BLOCK, last)]
+                samples[int(keys[first])].append((float(block.mean()), len(block)))
     return samples
 
 
@@ -90,9 +101,18 @@ def points_of(runs: Iterable[Samples]) -> list[Point]:
     """Merge the samples of several runs."""
     merged: Samples = defaultdict(list)
     for samples in runs:
-        for num_streams, gaps in samples.items():
-            merged[num_streams] += gaps
-    return [Point(n, float(np.median(gaps)), len(gaps) / n) for n, gaps in sorted(merged.items())]
+        for num_streams, blocks in samples.items():
+            merged[num_streams] += blocks
+    return [
+        Point(n, _weighted_median(blocks), sum(count for _, count in blocks) / n)
+        for n, blocks in sorted(merged.items())
+    ]
+
+
+def _weighted_median(blocks: Sequence[tuple[float, int]]) -> float:
+    values, weights = np.array(sorted(blocks), float).T
+    sums = np.cumsum(weights) - weights / 2
+    return float(np.interp(sums[-1] / 2 + weights[-1] / 4, sums, values))
 
 
 class StepLaw:
@@ -110,7 +130,7 @@ class StepLaw:
             _fit(
                 "a + c U(N) + d N", "acd", points, lambda n: np.stack([np.ones_like(n), experts.distinct(n), n], axis=1)
             )
-            if len(points) >= 3
+            if len(points) >= 4
             else None
         )
         self._experts = experts
