@@ -200,7 +200,8 @@ def index_scores(
     word = _scale_word(query.format, dim)
     scales = scales.view(word)
     pdl, launch = _launch(device)
-    logits_kernel[(sm_count(device) * tile.constants["RESIDENT"],)](
+    most = tokens * cdiv(batch.block_table.shape[1] * keys.rows, block)
+    logits_kernel[(_programs(device, tile, most),)](
         query.values, query.weight, scores.values, batch.positions, batch.sequence, batch.query_start,
         batch.block_table, values.view(torch.float8_e4m3fn if query.format == "fp8_index" else torch.int32), scales,
         unit_bytes // 16, unit_bytes // word.itemsize, batch.block_table.shape[1], keys.num_units, tokens, capacity,
@@ -300,12 +301,12 @@ def _top_k(
         return selected, sound.bool()
     tile = tile or tile_for(TOP_K, arch_of(device))
     chunk = max(tile.constants["CHUNK"], int(next_power_of_2(2 * k)))
-    slots = tokens * max(cdiv(width, chunk), 1) if lengths is not None else tokens + cdiv(scores.shape[0], chunk)
+    slots = tokens * max(cdiv(width, chunk), 1) if lengths is not None else tokens + scores.shape[0] // chunk
     part_values = torch.empty((slots, k), dtype=torch.float32, device=device)
     part_ids = torch.empty((slots, k), dtype=torch.int32, device=device)
     places = (None, None, None) if batch is None else (batch.positions, batch.sequence, batch.query_start)
     pdl, launch = _launch(device)
-    top_k_kernel[(sm_count(device) * tile.constants["RESIDENT"],)](
+    top_k_kernel[(_programs(device, tile, slots),)](
         scores, lengths, selected, sound, part_values, part_ids, _counters(device), *places, row_stride, tokens,
         capacity, **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
         BLOCK_N=block, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
@@ -334,6 +335,11 @@ def _scale_word(fmt: str, dim: int) -> torch.dtype:
     if fmt == "fp8_index":
         return torch.float32
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dim // FP4_GROUP]
+
+
+def _programs(device: torch.device, tile: Tile, most: int) -> int:
+    """Return how many programs share the work, of which there are at most `most` pieces."""
+    return max(1, min(sm_count(device) * tile.constants["RESIDENT"], most))
 
 
 def _launch(device: torch.device) -> tuple[bool, dict[str, Any]]:

@@ -195,12 +195,12 @@ class Case:
 
 
 def make_case(
-    spans, *, fmt="fp8_index", heads=5, dim=64, rows=8, top_k=8, padding=0, hadamard=False, columns=0, seed=0,
+    spans, *, fmt="fp8_index", heads=5, dim=64, rows=8, top_k=8, padding=0, hadamard=False, columns=0, spare=0, seed=0,
     device="cpu", dtype=torch.float32, spread=0.0,
 ) -> Case:  # fmt: skip
-    """Return a step of sequences (start, tokens) over a pool of NaN bytes; `columns` more columns of the table.
+    """Return a step of sequences (start, tokens) over a pool of NaN bytes.
 
-    spread: keys and queries by powers of two that far apart.
+    columns: more of the block table.   spare: more blocks.   spread: keys and queries by powers of two that far apart.
     """
     draw = torch.Generator(device).manual_seed(seed)
 
@@ -208,7 +208,7 @@ def make_case(
         return torch.randn(*shape, generator=draw, device=device)
 
     held = [-(-(start + length) // (RATIO * rows)) for start, length in spans]
-    units = sum(held) + 2
+    units = sum(held) + 2 + spare
     values, scales = value_bytes(fmt, dim), scale_row_bytes(fmt, dim)
     unit = -(-rows * (values + scales) // 16) * 16 + 32
     pool = torch.full((units, unit), 0xFF, dtype=torch.uint8, device=device)
