@@ -36,7 +36,8 @@ def few_programs(monkeypatch):
 
 
 def test_steps_of_two_and_of_one_token_choose_as_golden(tmp_path, monkeypatch):
-    # The prompt's nine tokens run as six without kernels (the interpreter takes a second for each token), two, and one.
+    # The prompt's nine tokens run as six, of which the experts alone take kernels (the interpreter takes a second for
+    # each token), two, and one.
     monkeypatch.setattr(attention, "DECODE_TOKENS", 2)
     checkpoint = geo.write_checkpoint(tmp_path / "geo")
     step, *others = geo.run(checkpoint, device="cpu", dtype="float32", index="fp4", lengths=(9,), steps=1, chunk=6)
