@@ -99,7 +99,7 @@ class Client:
         except TimeoutError:
             reader.fail(f"nothing came for {self._stall_timeout_s:g} s{reader.progress}")
         except (aiohttp.ClientError, OSError) as error:
-            reader.fail(f"{_in_words(error)}{reader.progress}")
+            reader.fail(f"{in_words(error)}{reader.progress}")
         finally:
             stream.ended = self._clock()
             reader.close()
@@ -214,7 +214,8 @@ def base_url(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
+    """Return what happened to a connection, as a report says it."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"can't connect ({error.os_error.strerror or error.os_error})"
     if isinstance(error, (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError)):

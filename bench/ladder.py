@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.client import Client, base_url
+from bench.client import Client, base_url, in_words
 from bench.cost import CostMeter
 from bench.dialect import EXTRAS, Dialect, Unreachable, negotiate
 from bench.load import RunLog, closed_loop, open_loop
@@ -220,7 +220,7 @@ class Ladder:
                 body = await response.json(content_type=None)
                 return str(body["data"][0]["id"])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(f"{url}: {error or type(error).__name__}") from None
+            raise Unreachable(f"{url}: {in_words(error)}") from None
         except (ValueError, KeyError, IndexError, TypeError):
             raise Unreachable(f"{url} lists no model: name one with --model") from None
 
