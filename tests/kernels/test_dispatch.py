@@ -25,7 +25,6 @@ from kernels.offline import _source
 from kernels.tiles import Variant
 from kernels.triton_env import ARCHES
 
-
 compiled = functools.cache(shipped)  # the same for every bench
 
 
