@@ -29,7 +29,7 @@ def page(report: dict[str, Any]) -> str:
         _distribution(runs, "ttft"),
         _distribution(runs, "itl"),
     ]
-    figures.append(_latency(runs))
+    figures += [_latency(runs), _per_user(runs)]
     over_time = [_over_time(run, at) for at, run in enumerate(runs) if run["timeline"]["s"]]
     sections = [
         f'<header><h1>{html.escape(title)}</h1><p class="muted">{html.escape(facts)}</p></header>',
@@ -64,7 +64,7 @@ def _card(run: dict[str, Any], series: int) -> str:
     return (
         f'<section class="card"><h3><i class="key s{series % _NUM_SERIES}"></i>{html.escape(run["label"])}</h3>'
         f'<p class="big">{number(steady["output_tokens_per_s"])} <small>tokens/s steady</small></p>'
-        f"<p>TTFT {number(run['ttft_ms']['p50'])} ms · ITL {number(itl['p50'])} ms <small>(p50)</small></p>"
+        f"<p>TTFT {number(run['ttft_ms']['p50'])}&nbsp;ms · ITL {number(itl['p50'])}&nbsp;ms <small>(p50)</small></p>"
         f"{state}</section>"
     )
 
@@ -122,7 +122,7 @@ def _distribution(runs: Sequence[dict[str, Any]], what: str) -> str:
         return ""
     x = Axis.around([x for _, _, points in curves for x, _ in points], "milliseconds", is_log=True)
     name = "Time to first token" if what == "ttft" else "Gaps between tokens (ITL), steady state"
-    plot = Plot(x, Axis(0, 100, "% at most"), name=name)
+    plot = Plot(x, Axis(0, 100, "% of streams" if what == "ttft" else "% of gaps"), name=name)
     for series, label, points in curves:
         plot.line(points, series, label)
         if len(points) == 1:
@@ -213,3 +213,19 @@ def _latency(runs: Sequence[dict[str, Any]]) -> str:
         plot.points(middle, at, [f"C={x:g}: {name} p50 {t['p50']:.1f} ms, p99 {t['p99']:.1f} ms" for x, t in found])
     legend = [(at, f"{name}: median, band to p99") for at, name, _ in series]
     return _figure("Latency against concurrency, whole runs", plot, legend)
+
+
+def _per_user(runs: Sequence[dict[str, Any]]) -> str:
+    """Return what all users get together against what each of them gets, in the steady state."""
+    found = [
+        (1000 / run["steady"]["itl_ms"]["p50"], run["steady"]["output_tokens_per_s"], run["label"])
+        for run in _closed(runs)
+        if run["steady"]["itl_ms"] and run["steady"]["itl_ms"]["p50"]
+    ]
+    if not found:
+        return ""
+    x = Axis.around([x for x, _, _ in found], "tokens/s of one stream (1 / median ITL)")
+    plot = Plot(x, Axis.around([y for _, y, _ in found], "tokens/s of all"), name="All users against one")
+    plot.line([(x, y) for x, y, _ in found], 4, "all", dashed=True)
+    plot.points([(x, y) for x, y, _ in found], 4, [f"{label}: {x:.1f} each, {y:.1f} all" for x, y, label in found])
+    return _figure("What all get against what each gets, steady state", plot)

@@ -18,6 +18,7 @@ from bench.step_law import Samples, sample
 from bench.stream import Outcome, Stream
 
 _TIMELINE_BINS = 240
+_HELD = 4.0  # times a stream's own pace: a second token that late, in a quarter of the streams, is worth a note
 _SKETCH = 41  # quantiles that stand for the gaps of one slice, for comparisons later
 
 
@@ -77,6 +78,7 @@ class Measurement:
             "phases": self._phases(is_measurable),
             "ttft_ms": percentiles(_ms([stream.ttft for stream in timed])),
             "tpot_ms": percentiles(_ms([stream.tpot for stream in timed])),
+            "second_token_ms": percentiles(_ms([stream.gaps[0] for stream in timed if len(stream.times) > 1])),
             "itl_ms": percentiles(gaps * 1000),
             "latency_ms": percentiles(_ms([stream.latency for stream in good])),
             "goodput": slo.goodput(log.streams, seconds) if slo is not None else None,
@@ -134,8 +136,9 @@ class Measurement:
 
     def _rate_rows(self, steady: Sequence[Window]) -> Floats:
         """Return (tokens, seconds) of each slice of the steady state."""
-        pieces = slices(steady, step=self._step(steady))
-        return np.array([(self._production.tokens(begin, end), end - begin) for begin, end in pieces])
+        pieces = np.array(slices(steady, step=self._step(steady)))
+        begins, ends = pieces.T
+        return np.stack([self._production.up_to(ends) - self._production.up_to(begins), ends - begins], axis=1)
 
     def _step(self, steady: Sequence[Window]) -> float:
         gaps, moments = _gaps(self.streams)
@@ -169,7 +172,18 @@ class Measurement:
         if steady and log.concurrency is not None and self.phases.level < log.concurrency:
             notes.append(
                 f"never long {log.concurrency} streams decoding: steady means at least {self.phases.level}, "
-                "while others wait for their first token"
+                "while others wait"
+            )
+        held = [stream.gaps[0] / stream.tpot for stream in sent if len(stream.times) > 2 and stream.tpot > 0]
+        held_ms = percentiles(_ms([stream.gaps[0] for stream in sent if len(stream.times) > 2]))
+        if (
+            held
+            and not self.grouping.is_buffered
+            and float(np.median(np.sort(held)[-max(1, len(held) // 4) :])) > _HELD
+        ):
+            notes.append(
+                f"second tokens come late: p50 {held_ms['p50']:.0f}, p90 {held_ms['p90']:.0f} ms behind the first. "
+                "TTFT looks better than the wait is: streams wait for a place in the batch, or for others' prompts"
             )
         if self.grouping.is_grouped:
             notes.append(self.grouping.describe())

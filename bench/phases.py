@@ -1,8 +1,9 @@
 """Ramp, steady state and drain of a run, found from its streams.
 
-A stream decodes from its first token to its last. In a run of C streams at a time:
+A stream decodes from the step that makes its second chunk to its last chunk: a first token may come from elsewhere, and
+its stream then wait for a place in the batch. In a run of C streams at a time:
 
-    steady     all C decode and none waits for its first token; one window or several. Their first step is left out,
+    steady     all C decode and none waits; one window or several. Their first step is left out,
                since what a prefill did to it shows there. When C is never reached for long, the most streams that the
                server does decode at once for a good part of the run; `level` says how many that is.
     ramp       before the first of these windows: prompts are computed, some streams decode
@@ -16,6 +17,7 @@ with the last request; it is its steady state too, if the number under way does 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +99,7 @@ class Occupancy:
 
 def decoding(streams: Sequence[Stream]) -> Occupancy:
     seen = [stream for stream in streams if stream.times]
-    return Occupancy([stream.times[0] for stream in seen], [stream.times[-1] for stream in seen])
+    return Occupancy([stream.joined for stream in seen], [stream.times[-1] for stream in seen])
 
 
 def under_way(streams: Sequence[Stream]) -> Occupancy:
@@ -105,9 +107,9 @@ def under_way(streams: Sequence[Stream]) -> Occupancy:
 
 
 def waiting(streams: Sequence[Stream]) -> Occupancy:
-    """Streams that are sent and have no token yet."""
+    """Streams that are sent and don't decode yet, with a first token or without."""
     return Occupancy(
-        [stream.sent for stream in streams], [stream.times[0] if stream.times else stream.ended for stream in streams]
+        [stream.sent for stream in streams], [stream.joined if stream.times else stream.ended for stream in streams]
     )
 
 
@@ -136,13 +138,11 @@ def find_phases(streams: Sequence[Stream], *, concurrency: int | None) -> Phases
 def _settled(windows: Sequence[Window], streams: Sequence[Stream], step: float) -> list[Window]:
     """Begin each window when its streams have had a token since; drop those that are too short then."""
     kept = []
+    seen = [(stream.joined, stream.times) for stream in streams if stream.times]
     for begin, end in windows:
         if end - begin < _MIN_STEPS_A_WINDOW * step:
             continue
-        nexts = []
-        for stream in streams:
-            if stream.times and stream.times[0] <= begin < stream.times[-1]:
-                nexts.append(stream.times[int(np.searchsorted(stream.times, begin, side="right"))])
+        nexts = [times[bisect.bisect_right(times, begin)] for joined, times in seen if joined <= begin < times[-1]]
         # not the very last: one stream that stalls must not hide the state of all others
         settled = float(np.quantile(nexts, 0.95)) if nexts else begin
         if end - settled >= _MIN_STEPS_A_WINDOW * step:

@@ -32,7 +32,7 @@ examples
   isthmus bench compare a.json b.json
 
 what the table says
-  steady      while all C streams decode and none waits for its first token: what decoding at C does
+  steady      while all C streams decode and none waits: what decoding at C does
   sustained   from there until no request is left to replace one that ended: what C users get
   average     all tokens by all seconds, ramp and drain included: what most tools print. It depends on how long you ran.
   TTFT        from when a request was due to its first token      TPOT   milliseconds a token behind it, of each stream

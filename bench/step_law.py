@@ -25,6 +25,7 @@ from bench.stream import Stream
 
 _MAX_WEIGHT_STEPS = 100  # more steps than that at one N say nothing new beside other Ns
 _MIN_SPREAD = 1.5  # largest N over smallest: below that a line through the points is a guess
+_HOLDS = 0.1  # error at points left out, beyond which a form is not called a description
 _INNER = (0.3, 0.7)  # of a gap: ends of streams fall on its edges, a little before or after
 
 _BLOCK = 8  # gaps whose mean is one sample: what comes late makes the next gap shorter, timers tick in milliseconds
@@ -74,7 +75,7 @@ def sample(streams: Sequence[Stream], *, with_waiting: bool) -> Samples:
     """Return means of clean gaps in seconds, and of how many, by the number of streams that decoded."""
     samples: Samples = defaultdict(list)
     occupancy, prompts = decoding(streams), waiting(streams)
-    starts = np.sort([stream.times[0] for stream in streams if stream.times])
+    starts = np.sort([stream.joined for stream in streams if stream.times])
     for stream in streams:
         times = np.unique(stream.times)
         if len(times) < 3:
@@ -145,6 +146,11 @@ class StepLaw:
     def verdict(self) -> str:
         if self.expert_form is None or not self.expert_form.left_out:
             return "too few different numbers of streams to tell the two forms apart"
+        if min(self.line.error, self.expert_form.error) > _HOLDS:
+            return (
+                f"neither form describes these steps: {self.line.error:.0%} and {self.expert_form.error:.0%} off at "
+                "points left out"
+            )
         errors = f"{self.line.error:.1%} against {self.expert_form.error:.1%} off at points left out"
         return (
             f"{self.better.form} holds better: a + b N {errors}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import statistics
 from dataclasses import dataclass, field
 
 
@@ -56,6 +57,18 @@ class Stream:
     @property
     def ttft(self) -> float:
         return self.times[0] - self.due if self.times else math.nan
+
+    @property
+    def joined(self) -> float:
+        """When the stream began to decode: a step of its own before its second chunk; NaN without a chunk.
+
+        A first token comes from the prefill. Its stream may then wait: for its cache to arrive, for a place in the
+        batch, for the prompts of others.
+        """
+        if len(self.times) < 3:
+            return self.times[0] if self.times else math.nan
+        gaps = self.gaps
+        return self.times[1] - min(gaps[0], statistics.median(gaps[1:]))
 
     @property
     def latency(self) -> float:

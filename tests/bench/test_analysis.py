@@ -285,7 +285,7 @@ def test_page_is_whole_and_needs_no_other_file(stock: dict[str, Any]) -> None:
     checker = Checker()
     checker.feed(text)
     assert checker.faults == [] and checker.open == []
-    assert checker.tags.count("svg") == 5 + 2 * len(stock["runs"])
+    assert checker.tags.count("svg") == 6 + 2 * len(stock["runs"])
     assert re.findall(r"(?:src|href|@import|url\()", text) == []
 
 
