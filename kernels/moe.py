@@ -8,10 +8,8 @@
 Equal scores go to the lower expert. Layout: w13 [E, 2I, H] (rows of W1, then of W3), w2 [E, H, I]; ids, weights [T, k].
 
 Packed matrices (expert_weights.py) are dequantised in float32, a few experts at a time, those that have tokens: exact,
-and without room for a second copy, but every step pays for it. An expert of V4-Flash, a quarter of it by tensor
-parallelism 4, has 6.3 M weights, and the passes below move some 75 bytes for each: a step that hits all 256 experts of
-43 layers moves 5 TB, which takes seconds where the products of 2,048 tokens take a tenth of one. Decode steps read
-packed matrices in their kernels (moe_decode.py).
+and without room for a second copy, but every call pays for it: some 75 bytes moved for each weight of an expert. Where
+there are kernels, moe_decode.py reads packed matrices as they are.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ with many rows come first, and programs share the channels of their first produc
 on the number of tokens alone, and sums have a fixed order: equal inputs give equal bits, and a token's bits depend on
 nothing of the others but how many there are (which tile) and how many chose its experts (8, MANY, or more).
 
-Activations are f16 between the products: x comes from a norm, h from a clamped product of at most L^2 times its weight.
-What f16 can't hold becomes NaN for its token alone. Weights are exact (moe_weights_triton.py), sums float32.
+Activations are f16 between the products: x comes from a norm, h from a clamped product of at most L^2 times its weight,
+lifted by a power of two so that small ones keep their digits. What f16 can't hold becomes NaN for its token alone.
+Weights are exact (moe_weights_triton.py), sums float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
-from kernels.moe_routing import MANY, Routing
+from kernels.moe_routing import MANY, MAX_TOKENS, Routing
 from kernels.moe_triton import down_kernel, sum_kernel, up_kernel
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
@@ -46,8 +47,8 @@ def experts_decode_reference(
         first, last = dequantize_experts(w13.select(one))[0], dequantize_experts(w2.select(one))[0]
         gate, up = (x[token] @ first.T).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-        hidden = (hidden * routing.weights[token, k, None]).to(torch.float16).float()
-        out.index_add_(0, token, torch.where(hidden.isinf(), math.nan, hidden) @ last.T)
+        hidden = (hidden * (routing.weights[token, k, None] * lift_of(limit))).to(torch.float16).float()
+        out.index_add_(0, token, torch.where(hidden.isinf(), math.nan, hidden / lift_of(limit)) @ last.T)
     return out
 
 
@@ -65,7 +66,7 @@ def experts_decode(
 
     routing: of route_tokens, T tokens.   w13: 2 I rows of H channels, w2: H rows of I channels, of the same experts;
     formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert.   tiles: of the first and
-    the last product, instead of the table's.
+    the last product, instead of the table's. Calls on one device must not overlap: they share counters.
     """
     tokens, top_k = routing.ids.shape
     hidden, inner = w13.channels, w2.channels
@@ -76,6 +77,8 @@ def experts_decode(
         )
     if routing.x.shape[1] != hidden or not 0 < limit < math.inf:
         raise ValueError(f"rows of {routing.x.shape[1]} channels for experts of {hidden}, limit {limit}")
+    if routing.token.shape[0] != w13.experts:
+        raise ValueError(f"routing among {routing.token.shape[0]} experts, weights of {w13.experts}")
     if add is not None and (add.shape != (tokens, hidden) or not add.is_contiguous()):
         raise ValueError(f"add {tuple(add.shape)}, strides {add.stride()}: wanted contiguous {(tokens, hidden)}")
     if not uses_triton(routing.x):
@@ -86,7 +89,7 @@ def experts_decode(
     arch = arch_of(routing.x.device)
     first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
     between = first_products(routing, w13, limit=limit, tile=first)
-    parts = last_product(routing, between, w2, tile=last)
+    parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
     pdl, launch = _pdl(routing.x.device)
     sum_kernel[(tokens, -(-hidden // _SUM_BLOCK))](
         out, parts, routing.ids, routing.rank, routing.first, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl,
@@ -95,8 +98,13 @@ def experts_decode(
     return out
 
 
+def lift_of(limit: float) -> float:
+    """Return the power of two by which h is multiplied while it is f16: 4 L^2 times it are below 2^16."""
+    return float(2.0 ** min(max(math.floor(math.log2(65504 / (4 * limit * limit))), 0), 14))
+
+
 def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: Tile) -> Tensor:
-    """Return h [N, I] f16, rows in routing's order; those beyond its last row are not written.
+    """Return h [N, I] f16, lifted, rows in routing's order; those beyond its last row are not written.
 
     A row's channels are in the order of to_products if its expert has many rows, else of to_pieces.
     """
@@ -105,25 +113,24 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
     cut = fit(tile, w13)
     if routing.x_many is None:
         cut["NB"] = 0
-    shares = counters = None
-    most = rows // (MANY + 1)  # experts with many rows
-    # Address space rather than memory: only rows of such experts are touched.
-    share_size = (rows + most * 8 * cut["NB"]) * w13.rows
+    shares = None
+    counters = _counters(device, MAX_TOKENS * routing.ids.shape[1] // (MANY + 1) * (w13.rows // 16))
+    # Sums of experts with many rows, 16 rows left between any two: see _place_share.
+    share_size = (rows + rows // (MANY + 1) * 16) * w13.rows
     if cut["NB"] and cut["SPLIT"] > 1:
         shares = torch.empty((cut["SPLIT"], share_size), device=device)
-        counters = _counters(device, most * (w13.rows // 16))
     given = (
         between, routing.x, routing.x_many, w13.codes, w13.scales, w13.factors, routing.token, routing.weight,
-        routing.active, shares, counters, rows, share_size, limit,
+        routing.active, shares, counters if shares is not None else None, rows, share_size, limit, lift_of(limit),
     )  # fmt: skip
     _launch(up_kernel, given, w13, tile, rows=rows, H=w13.channels, INNER=inner, **cut)
     return between
 
 
-def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, tile: Tile) -> Tensor:
-    """Return h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
+def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, unlift: float, tile: Tile) -> Tensor:
+    """Return unlift h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
     parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
-    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active)
+    given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active, unlift)
     cut = fit(tile, w2)
     if routing.x_many is None:
         cut["NB"] = 0
@@ -184,9 +191,9 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
 
 @functools.cache
 def _counters(device: torch.device, number: int) -> Tensor:
-    """Return at least `number` counters that are zero between calls: the last program to count puts them back."""
+    """Return counters that are zero between calls: the last program to count puts them back."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of experts_decode inside a graph capture: call it once before")
+        raise RuntimeError("first call of experts_decode for such sizes inside a graph capture: call it once before")
     return torch.zeros(number, dtype=torch.int32, device=device)
 
 
@@ -220,7 +227,7 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
     signature = dict.fromkeys(kernel.arg_names, "*i32")
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "x_many_ptr": "*fp16", "scales_ptr": "*i16"}
     signature |= dict.fromkeys(("part_ptr", "weight_ptr", "factors_ptr", "share_ptr"), "*fp32")
-    signature |= {"limit": "fp32", "capacity": "i32", "share_size": "i32"}
+    signature |= {"limit": "fp32", "lift": "fp32", "unlift": "fp32", "capacity": "i32", "share_size": "i32"}
     if op == DOWN:
         del fixed["SPLIT"]
     elif not cut["NB"]:

@@ -78,14 +78,14 @@ def route_tokens_reference(
     """See route_tokens."""
     tokens, experts = scores.shape
     a = F.softplus(scores.float()).sqrt() if is_raw else scores.float()
+    real = torch.ones(tokens, dtype=torch.bool, device=x.device) if sequence is None else sequence >= 0
     chosen = None
     if table is not None and token_ids is not None:
-        chosen = table[token_ids].long()
+        chosen = table[token_ids.masked_fill(~real, 0)].long()
         exists = (chosen >= 0) & (chosen < experts)
         chosen = torch.where(exists, chosen, 0)
         a = torch.where(exists.all(1, keepdim=True), a, torch.nan)
     ids, weights = route(a, bias=bias, chosen=chosen, top_k=top_k, scaling=scaling)
-    real = torch.ones(tokens, dtype=torch.bool, device=x.device) if sequence is None else sequence >= 0
     key = torch.where(real[:, None], ids, experts).flatten()
     order = key.argsort(stable=True)
     counts = torch.bincount(key, minlength=experts + 1)
@@ -135,7 +135,8 @@ def route_tokens(
     """Return the routing of x [T, H], any float dtype, by scores [T, E] float32.
 
     is_raw: the scores are the gate's products; sqrt(softplus) is still to be taken.   bias [E] float32: chooses only.
-    table [V, k] int64 with token_ids [T] int64: experts by token id.   sequence [T] int32: -1 marks padding.
+    table [V, k] int64 with token_ids [T] int64: experts by token id; the ids of tokens, unlike those of padding, must
+    be below V: nobody looks.   sequence [T] int32: -1 marks padding.
     Equal scores go to the lower expert. Calls on one device must not overlap: they share counters.
     """
     tokens, experts = scores.shape
@@ -194,24 +195,38 @@ def _check(
     x: Tensor, scores: Tensor, top_k: int, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None,
     sequence: Tensor | None,
 ) -> None:  # fmt: skip
+    if scores.ndim != 2 or x.ndim != 2:
+        raise ValueError(f"x {tuple(x.shape)}, scores {tuple(scores.shape)}: wanted [T, H] and [T, E]")
     tokens, experts = scores.shape
     if tokens > MAX_TOKENS or x.shape[0] != tokens or not x.is_contiguous() or x.shape[1] % 64:
         raise ValueError(
             f"x {tuple(x.shape)}, strides {x.stride()}, for scores of {tokens} tokens: wanted contiguous rows of a "
             f"multiple of 64 channels, {MAX_TOKENS} tokens at most"
         )
-    if scores.dtype != torch.float32 or not scores.is_contiguous() or not 0 < top_k <= experts:
-        raise ValueError(f"scores {tuple(scores.shape)} {scores.dtype}: wanted contiguous float32, {top_k} of them")
-    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32):
-        raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype}: wanted float32 ({experts},)")
+    if scores.dtype != torch.float32 or not scores.is_contiguous():
+        raise ValueError(
+            f"scores {tuple(scores.shape)} {scores.dtype}, strides {scores.stride()}: not contiguous float32"
+        )
+    if not 0 < top_k <= experts:
+        raise ValueError(f"top_k {top_k} of {experts} experts")
     if (table is None) != (token_ids is None) or (table is not None and bias is not None):
         raise ValueError("experts by token id need both the table and the ids, and no bias")
-    if table is not None and (table.shape[1] != top_k or table.dtype != torch.int64 or not table.is_contiguous()):
-        raise ValueError(f"table {tuple(table.shape)} {table.dtype}: wanted contiguous int64 (ids, {top_k})")
-    if token_ids is not None and (token_ids.shape != (tokens,) or token_ids.dtype != torch.int64):
-        raise ValueError(f"token ids {tuple(token_ids.shape)} {token_ids.dtype}: wanted int64 ({tokens},)")
-    if sequence is not None and (sequence.shape != (tokens,) or sequence.dtype != torch.int32):
-        raise ValueError(f"sequence {tuple(sequence.shape)} {sequence.dtype}: wanted int32 ({tokens},)")
+    if table is not None and (table.ndim != 2 or table.shape[1] != top_k):
+        raise ValueError(f"table {tuple(table.shape)} of {top_k} experts a token")
+    wanted = [
+        ("bias", bias, (experts,), torch.float32),
+        ("table", table, None, torch.int64),
+        ("token_ids", token_ids, (tokens,), torch.int64),
+        ("sequence", sequence, (tokens,), torch.int32),
+    ]
+    for name, given, shape, dtype in wanted:
+        if given is None:
+            continue
+        if (shape is not None and tuple(given.shape) != shape) or given.dtype != dtype or not given.is_contiguous():
+            raise ValueError(
+                f"{name} {tuple(given.shape)} {given.dtype}, strides {given.stride()}: wanted contiguous {dtype}"
+                + (f" {shape}" if shape else "")
+            )
 
 
 def variants(arch: str) -> list[Variant]:

@@ -31,7 +31,7 @@ def _hide(
 
     In the order in which the last product reads them: that of to_products where MANY, else of to_pieces.
     """
-    hidden_ptr, weight_ptr, limit = out
+    hidden_ptr, weight_ptr, limit, lift = out
     gate, up = tl.split(tl.permute(tl.reshape(total, (A, B, 2, 8, N)), (0, 1, 3, 4, 2)))
     gate, up = gate * weights[3], up * weights[4]
     # Comparisons and not tl.minimum: NaN stays NaN.
@@ -39,7 +39,7 @@ def _hide(
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     row = edges[0] + tl.arange(0, N)
     live = row < edges[1]
-    weight = tl.load(weight_ptr + row, mask=live, other=0.0)
+    weight = tl.load(weight_ptr + row, mask=live, other=0.0) * lift
     hidden = to_f16(gate / (1.0 + tl.exp(-gate)) * up * weight[None, None, None, :])
     # A tile's 8 channels are those of a lane's half.
     i = tl.arange(0, 8)[None, None, :]
@@ -55,7 +55,7 @@ def _give(out, total, weights, edges, tile, COLUMNS: tl.constexpr, N: tl.constex
     row = edges[0] + tl.arange(0, N)
     channel = tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
     to = out[0] + row.to(tl.int64)[None, None, None, :] * COLUMNS + channel[:, :, :, None]
-    tl.store(to, total * weights[3], mask=(row < edges[1])[None, None, None, :])
+    tl.store(to, total * (weights[3] * out[1]), mask=(row < edges[1])[None, None, None, :])
 
 
 @triton.jit
@@ -123,10 +123,12 @@ def _place_share(
 ):
     """Return where [M, SOME] of a share lies, from a tile and a column on, and which of it there is.
 
-    N routed rows at a time lie row by row innermost; N rows apart for each expert before, to stay clear of the next.
+    Of up to N routed rows from edges[0] on, those of one channel lie side by side, in sixteens: 16 rows are left for
+    each expert before, so that the last sixteen stay clear of the next expert's.
     """
     column += tl.arange(0, SOME)
-    at = (edges[0] + place * N) * ROWS + row_tile * (16 * N) + tl.arange(0, M)[:, None] * N + column[None, :]
+    wide = tl.multiple_of(tl.minimum((edges[1] - edges[0] + 15) // 16 * 16, N), SOME)
+    at = (edges[0] + place * 16) * ROWS + row_tile * (16 * wide) + tl.arange(0, M)[:, None] * wide + column[None, :]
     return at, (edges[0] + column < edges[1])[None, :]
 
 
@@ -196,7 +198,7 @@ def _do(
     if UP:
         lists = expert.to(tl.int64) * capacity - first
         gather_ptr += lists
-        out = (out[0], out[1] + lists, out[2])
+        out = (out[0], out[1] + lists, out[2], out[3])
     if NB > 0 and place < many:
         _many(
             out, weights, x_many_ptr, gather_ptr, edges, block // SPLIT * (MANY_R * W), shares, block % SPLIT, place,
@@ -217,31 +219,31 @@ def _do(
 @triton.jit(do_not_specialize=["capacity", "share_size"])
 def up_kernel(
     hidden_ptr, x_ptr, x_many_ptr, codes_ptr, scales_ptr, factors_ptr, token_ptr, weight_ptr, active_ptr, share_ptr,
-    counter_ptr, capacity, share_size, limit,
+    counter_ptr, capacity, share_size, limit, lift,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
     MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[r] = weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16."""
+    """hidden[r] = lift * weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _take(
-        (hidden_ptr, weight_ptr, limit), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr, active_ptr,
-        capacity, (share_ptr, counter_ptr, share_size),
+        (hidden_ptr, weight_ptr, limit, lift), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr,
+        active_ptr, capacity, (share_ptr, counter_ptr, share_size),
         2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, LOOPS, FORMAT, True, False,
     )  # fmt: skip
 
 
 @triton.jit
 def down_kernel(
-    part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr,
+    part_ptr, hidden_ptr, codes_ptr, scales_ptr, factors_ptr, active_ptr, unlift,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
     MANY_R: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """part[r] = hidden[r] W2^T for routed rows r, float32.
+    """part[r] = unlift * hidden[r] W2^T for routed rows r, float32.
 
     The list of items is older than up_kernel, which waited for it before this kernel could be launched: it is read,
     and the first weights are, before up_kernel has ended.
@@ -249,7 +251,7 @@ def down_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     _take(
-        (part_ptr,), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, 0, None,
+        (part_ptr, unlift), codes_ptr, scales_ptr, factors_ptr, hidden_ptr, hidden_ptr, None, active_ptr, 0, None,
         H, INNER, H, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, 1, LOOPS, FORMAT, False, PDL,
     )  # fmt: skip
     # Whoever waits for this kernel relies on all that came before. One program is enough, and those that find nothing

@@ -110,6 +110,14 @@ def test_an_expert_with_many_rows_beside_experts_with_one():
     assert case.fault() == ""
 
 
+@pytest.mark.parametrize("nb", [2, 4])
+def test_shares_of_experts_with_many_rows_stay_apart(nb):
+    case = make_case(18, same=True, experts=3, hidden=128)
+    tiles = tile(rs=4, nb=nb, many_r=2, split=2), tile(rs=4, nb=4, many_r=1)
+    assert case.route().active[1] == 2
+    assert case.fault(tiles=tiles) == ""
+
+
 def test_a_tables_row_may_name_an_expert_twice():
     case = make_case(9, by_table=True)
     case.routing["table"][:] = torch.tensor([4, 4])

@@ -184,7 +184,7 @@ def exactness_fault(device: str = "cpu") -> str:
         for tile in designs:
             is_many = tile.constants["NB"] > 0
             active[1] = int(is_many)
-            got = last_product(routing, routing.x_many if is_many else routing.x, packed, tile=tile).T
+            got = last_product(routing, routing.x_many if is_many else routing.x, packed, unlift=1.0, tile=tile).T
             wrong = (got != dequantize_experts(packed)[0]).nonzero()
             if wrong.numel():
                 at = tuple(wrong[0].tolist())

@@ -84,5 +84,34 @@ def test_what_does_not_fit_is_refused():
             case.x, case.scores, top_k=2, scaling=1.5, bias=torch.zeros(6),
             table=torch.zeros(5, 2, dtype=torch.int64), token_ids=torch.zeros(2, dtype=torch.int64),
         )  # fmt: skip
-    with pytest.raises(ValueError, match="7 of them"):
+    with pytest.raises(ValueError, match="top_k 7 of 6 experts"):
         route_tokens(case.x, case.scores, top_k=7, scaling=1.5)
+    with pytest.raises(ValueError, match="routing among 6 experts, weights of 5"):
+        few = torch.arange(5)
+        experts_decode(case.route(), case.w13.select(few), case.w2.select(few), limit=10.0)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "sequence", "bias"])
+def test_what_is_not_contiguous_is_refused(name):
+    case = make_case(3, by_table=name == "token_ids", padding=1)
+    given = case.routing[name]
+    case.routing[name] = torch.stack([given, given], 1)[:, 0]
+    with pytest.raises(ValueError, match=f"{name} .* wanted contiguous"):
+        case.route()
+
+
+def test_padding_may_have_any_token_id():
+    case = make_case(2, by_table=True, padding=1)
+    before = case.run()
+    case.routing["token_ids"][2] = 2**31
+    assert torch.equal(case.run(), before)
+
+
+def test_small_activations_keep_their_digits():
+    case, small = make_case(3), make_case(3)
+    small.x = (case.x * 2.0**-9).to(torch.bfloat16)
+    exact = experts_reference(
+        small.x.float(), dequantize_experts(case.w13), dequantize_experts(case.w2), case.route().ids.long(),
+        case.route().weights, case.limit,
+    )  # fmt: skip
+    assert (small.run() - exact).abs().max() < 1e-3 * exact.abs().max()
