@@ -305,11 +305,13 @@ def _top_k(
     part_values = torch.empty((slots, k), dtype=torch.float32, device=device)
     part_ids = torch.empty((slots, k), dtype=torch.int32, device=device)
     places = (None, None, None) if batch is None else (batch.positions, batch.sequence, batch.query_start)
+    is_padded = (block if lengths is None else row_stride) % 16 == 0 and scores.data_ptr() % 16 == 0
+    row_stride //= 16 if is_padded else 1
     pdl, launch = _launch(device)
     top_k_kernel[(_programs(device, tile, slots),)](
         scores, lengths, selected, sound, part_values, part_ids, _counters(device), *places, row_stride, tokens,
         capacity, **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
-        BLOCK_N=block, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
+        BLOCK_N=block, PADDED=is_padded, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
     )  # fmt: skip
     return selected, sound.view(torch.bool)
 
@@ -407,7 +409,7 @@ def variants(arch: str) -> list[Variant]:
         signature |= {"score_ptr": "*fp32", "part_value_ptr": "*fp32", "sound_ptr": "*i8"}
         block = tile_for(LOGITS, arch, queries=1, fp4=0).constants["BLOCK_N"]
         constants = {**_top_k_constants(512, tile), "QUERIES": 1, "RATIO": 4, "BLOCK_N": block, "PDL": True}
-        constants |= {"TOKENS": 64, "lengths_ptr": None}
+        constants |= {"TOKENS": 64, "PADDED": True, "lengths_ptr": None}
         found.append(_variant(TOP_K, top_k_kernel, signature, constants, tile, (), TOP_K_INTEGERS, None))
     return found
 

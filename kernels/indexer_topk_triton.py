@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 
 from kernels.indexer_triton import regions
+from kernels.triton_env import INTERPRETED
 
 INTEGERS = ["row_stride", "tokens", "capacity"]
 
+_PLAIN = tl.constexpr(INTERPRETED)
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 _INFINITY = tl.constexpr(0x7F800000)
 _BAD = tl.constexpr(1 << 20)  # in a counter of parts: more than a row has
@@ -53,22 +55,38 @@ def _inside(key, lo, hi):
 
 
 @triton.jit
-def _read(value_ptr, i, n, FRESH: tl.constexpr):
+def _read(value_ptr, i, n, PADDED: tl.constexpr, FRESH: tl.constexpr):
+    """Return values i of n, -inf beyond. PADDED: what fills 16 of them may be read; then loads can be 16 bytes wide."""
+    end = (n + 15) // 16 * 16 if PADDED else n
     if FRESH:  # written by other programs of this launch
-        x = tl.load(value_ptr + i, mask=i < n, other=-float("inf"), cache_modifier=".cg")
+        x = tl.load(value_ptr + i, mask=i < end, other=-float("inf"), cache_modifier=".cg")
     else:
-        x = tl.load(value_ptr + i, mask=i < n, other=-float("inf"))
-    return _key(x)
+        x = tl.load(value_ptr + i, mask=i < end, other=-float("inf"))
+    return tl.where(i < n, x, -float("inf")) if PADDED else x
 
 
 @triton.jit
-def _search(value_ptr, n, K: tl.constexpr, TILE: tl.constexpr, FRESH: tl.constexpr):
+def _count(count, x, key):
+    """Return count, and one more where x is at least the value of a key: as floats, two instructions each."""
+    pivot = _value(key)
+    if _PLAIN:
+        count += (x >= pivot).to(tl.int32)
+    else:
+        count = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.f32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, 1; }",
+            "=r,r,r,r", [count, x, pivot], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return count
+
+
+@triton.jit
+def _search(value_ptr, n, K: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, FRESH: tl.constexpr):
     """Return (lo, hi, need, is_finite): the best K of n values are those from hi on and `need` of those from lo on."""
     least = tl.full((TILE,), _MOST, tl.int32)
     most = tl.full((TILE,), _LEAST, tl.int32)
     valid = tl.zeros((TILE,), tl.int32)
     for start in range(0, n, TILE):
-        key = _read(value_ptr, start + tl.arange(0, TILE), n, FRESH)
+        key = _key(_read(value_ptr, start + tl.arange(0, TILE), n, PADDED, FRESH))
         least = tl.minimum(least, tl.where(key > _LEAST, key, _MOST))
         most = tl.maximum(most, key)
         valid += (key > _LEAST).to(tl.int32)
@@ -87,15 +105,15 @@ def _search(value_ptr, n, K: tl.constexpr, TILE: tl.constexpr, FRESH: tl.constex
         c0 = tl.zeros((TILE,), tl.int32)
         c1, c2, c3, c4, c5, c6, c7 = c0, c0, c0, c0, c0, c0, c0
         for start in range(0, n, TILE):
-            key = _read(value_ptr, start + tl.arange(0, TILE), n, FRESH)
-            c0 += (key >= p0).to(tl.int32)
-            c1 += (key >= p1).to(tl.int32)
-            c2 += (key >= p2).to(tl.int32)
-            c3 += (key >= p3).to(tl.int32)
-            c4 += (key >= p4).to(tl.int32)
-            c5 += (key >= p5).to(tl.int32)
-            c6 += (key >= p6).to(tl.int32)
-            c7 += (key >= p7).to(tl.int32)
+            x = _read(value_ptr, start + tl.arange(0, TILE), n, PADDED, FRESH)
+            c0 = _count(c0, x, p0)
+            c1 = _count(c1, x, p1)
+            c2 = _count(c2, x, p2)
+            c3 = _count(c3, x, p3)
+            c4 = _count(c4, x, p4)
+            c5 = _count(c5, x, p5)
+            c6 = _count(c6, x, p6)
+            c7 = _count(c7, x, p7)
         low = tl.join(tl.join(c0, c1), tl.join(c2, c3))
         high = tl.join(tl.join(c4, c5), tl.join(c6, c7))
         count = tl.sum(tl.reshape(tl.join(low, high), (TILE, 8)), 0)
@@ -112,13 +130,13 @@ def _search(value_ptr, n, K: tl.constexpr, TILE: tl.constexpr, FRESH: tl.constex
 @triton.jit
 def _write(
     value_ptr, id_ptr, n, first, lo, hi, need, out_value_ptr, out_ptr,
-    K: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, FRESH: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """Write what _search found, in order: numbers `first` on or those of id_ptr, values too if wanted; then padding."""
     above_before, among_before = 0, 0
     for start in range(0, n, TILE):
         i = start + tl.arange(0, TILE)
-        key = _read(value_ptr, i, n, FRESH)
+        key = _key(_read(value_ptr, i, n, PADDED, FRESH))
         is_above = key >= hi
         is_among = (key >= lo) & (key < hi) & (key > _LEAST)
         both = is_above.to(tl.int32) | (is_among.to(tl.int32) << 16)
@@ -145,12 +163,13 @@ def top_k_kernel(
     score_ptr, lengths_ptr, out_ptr, sound_ptr, part_value_ptr, part_id_ptr, counter_ptr,
     positions_ptr, sequence_ptr, query_start_ptr, row_stride, tokens, capacity,
     K: tl.constexpr, KP: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, RATIO: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs take the parts of all rows in turn. out [T, K] int32; sound [T] int8.
 
-    lengths_ptr: rows of `row_stride` scores, so many of them count; None: scores as logits_kernel leaves them, and a
-    token that sees no more than K entries takes them all.   KP: a power of two, at least K.
+    lengths_ptr: rows of `row_stride` scores (PADDED: of 16 times that, and 16 bytes aligned), so many of them count;
+    None: scores as logits_kernel leaves them, and a token that sees no more than K entries takes them all.
+    KP: a power of two, at least K.
     part_value, part_id [parts, K].   counter [T]: zeros, and zeros again at the end.
     """
     t = tl.arange(0, TOKENS)
@@ -197,16 +216,31 @@ def top_k_kernel(
             first = part * CHUNK
             n = tl.minimum(length - first, CHUNK)
             if lengths_ptr is not None:
-                values = score_ptr + begin * row_stride + first
+                values = score_ptr + begin * row_stride * (16 if PADDED else 1) + first
             else:
                 values = score_ptr + begin * BLOCK_N + first
-            lo, hi, need, is_finite = _search(values, n, K, TILE, False)
+            lo, hi, need, is_finite = _search(values, n, K, TILE, PADDED, False)
             if count == 1:
-                _write(values, None, n, 0, lo, hi, need, None, out, K, KP, TILE, False)
+                _write(values, None, n, 0, lo, hi, need, None, out, K, KP, TILE, PADDED, False)
                 tl.store(sound_ptr + token, is_finite.to(tl.int8))
             else:
                 to = (base + part).to(tl.int64) * K
-                _write(values, None, n, first, lo, hi, need, part_value_ptr + to, part_id_ptr + to, K, KP, TILE, False)
+                _write(
+                    values,
+                    None,
+                    n,
+                    first,
+                    lo,
+                    hi,
+                    need,
+                    part_value_ptr + to,
+                    part_id_ptr + to,
+                    K,
+                    KP,
+                    TILE,
+                    PADDED,
+                    False,
+                )
                 # All of this part is written; the count releases it and acquires the others'.
                 tl.debug_barrier()
                 mine = tl.where(is_finite, 1, 1 + _BAD)
@@ -215,6 +249,6 @@ def top_k_kernel(
                     tl.store(counter_ptr + token, 0)  # for the next launch
                     values = part_value_ptr + base.to(tl.int64) * K
                     ids = part_id_ptr + base.to(tl.int64) * K
-                    lo, hi, need, is_finite = _search(values, count * K, K, TILE, True)
-                    _write(values, ids, count * K, 0, lo, hi, need, None, out, K, KP, TILE, True)
+                    lo, hi, need, is_finite = _search(values, count * K, K, TILE, False, True)
+                    _write(values, ids, count * K, 0, lo, hi, need, None, out, K, KP, TILE, False, True)
                     tl.store(sound_ptr + token, (done < _BAD).to(tl.int8))
