@@ -66,7 +66,9 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
             continue
         rows += [_row(load, metric, *sides) for metric in METRICS]
         if min(map(len, sides)) < 2:
-            notes.append(f"{load}: one run a side: how much runs vary is not in the intervals (--repeat 3)")
+            notes.append(
+                f"{load}: one run a side: how much runs vary is not in the intervals and may be more: --repeat 3"
+            )
     differing = {
         key: [a["conditions"].get(key), b["conditions"].get(key)]
         for key in _CONDITIONS
@@ -96,7 +98,9 @@ def _row(load: str, metric: Metric, of_a: Sequence[dict[str, Any]], of_b: Sequen
     row["interval"] = bounds
     if bounds is None or bounds[0] <= 1 <= bounds[1]:
         return row | {"verdict": "no difference shown"}
-    return row | {"verdict": "B better" if (row["ratio"] > 1) == metric.more_is_better else "B worse"}
+    verdict = "B better" if (row["ratio"] > 1) == metric.more_is_better else "B worse"
+    # two runs of one server differ by more than either's scatter: one run a side proves nothing about the servers
+    return row | {"verdict": verdict if min(map(len, groups)) > 1 else f"{verdict} in this one run"}
 
 
 def table(result: dict[str, Any], name_a: str, name_b: str) -> str:

@@ -24,6 +24,7 @@ from bench.phases import decoding, waiting
 from bench.stream import Stream
 
 _MAX_WEIGHT_STEPS = 100  # more steps than that at one N say nothing new beside other Ns
+_SURE_STEPS = 4  # fewer at one N, as in a quick drain, are left out unless there is nothing else
 _MIN_SPREAD = 1.5  # largest N over smallest: below that a line through the points is a guess
 _HOLDS = 0.1  # error at points left out, beyond which a form is not called a description
 _INNER = (0.3, 0.7)  # of a gap: ends of streams fall on its edges, a little before or after
@@ -104,10 +105,12 @@ def points_of(runs: Iterable[Samples]) -> list[Point]:
     for samples in runs:
         for num_streams, blocks in samples.items():
             merged[num_streams] += blocks
-    return [
+    points = [
         Point(n, _weighted_median(blocks), sum(count for _, count in blocks) / n)
         for n, blocks in sorted(merged.items())
     ]
+    sure = [point for point in points if point.num_steps >= _SURE_STEPS]
+    return sure if len(sure) >= 2 else points
 
 
 def _weighted_median(blocks: Sequence[tuple[float, int]]) -> float:
