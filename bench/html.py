@@ -174,7 +174,7 @@ def _over_concurrency(runs: Sequence[dict[str, Any]]) -> str:
         points = [
             (float(run["concurrency"]), run[key]["output_tokens_per_s"])
             for run in _closed(runs)
-            if run[key]["output_tokens_per_s"] is not None and (key != "average" or not run["failure"])
+            if run[key]["output_tokens_per_s"] is not None and not run["failure"]
         ]
         lines.append((series, name, points))
     if not any(points for _, _, points in lines):

@@ -240,9 +240,10 @@ class Ladder:
             return StepLaw(points_of(measured.samples for measured in measurements), experts=self._plan.experts)
 
     def _step_law(self, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        seen = [run["concurrency"] for run in runs if run["concurrency"]]
-        unmeasured = [run["concurrency"] for run in runs if run["concurrency"] and run["failure"]]
-        following = min(unmeasured) if unmeasured else 2 * max(seen, default=1)
+        closed = [run for run in runs if run["concurrency"]]
+        most = max((run["concurrency"] for run in closed if not run["failure"]), default=1)
+        beyond = [run["concurrency"] for run in closed if run["failure"] and run["concurrency"] > most]
+        following = min(beyond, default=2 * most)
         try:
             return self._law(self._measurements).to_json(following) | {"problem": ""}
         except ValueError as error:

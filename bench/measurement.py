@@ -167,7 +167,7 @@ class Measurement:
     def _notes(self, sent: Sequence[Stream], steady: Sequence[Window], log: RunLog) -> list[str]:
         """Return what a reader must know to read the figures rightly."""
         notes = []
-        if not steady and self.phases.problem and not self.grouping.is_buffered:
+        if sent and not steady and self.phases.problem and not self.grouping.is_buffered:
             notes.append(f"no steady state: {self.phases.problem}")
         if steady and log.concurrency is not None and self.phases.level < log.concurrency:
             notes.append(

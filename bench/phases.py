@@ -32,6 +32,7 @@ Window = tuple[float, float]
 MIN_STEPS = 16  # of steady state, in all windows together: below that, one step more or less is too much
 _MIN_STEPS_A_WINDOW = 4
 _MIN_SHARE_BELOW = 0.25  # of the time with any decoding, for a level below C
+_MAX_ABOVE = 1.5  # times a level below C that decode on average there: more is a ramp and no level
 _GROWTH = 1.5  # from the second quarter to the last: more is no steady state
 
 
@@ -129,7 +130,11 @@ def find_phases(streams: Sequence[Stream], *, concurrency: int | None) -> Phases
     for level in range(min(concurrency, int(occupancy.values.max())), 0, -1):
         windows = _settled(occupancy.windows(level), streams, step)
         total = sum(b - a for a, b in windows)
-        if total >= MIN_STEPS * step and (level == concurrency or total >= _MIN_SHARE_BELOW * decoded_s):
+        if total < MIN_STEPS * step:
+            continue
+        mean = sum(occupancy.mean(a, b) * (b - a) for a, b in windows) / total
+        is_level = total >= _MIN_SHARE_BELOW * decoded_s and mean <= _MAX_ABOVE * level + 1
+        if level == concurrency or is_level:
             drain = max(windows[-1][1], _first_unreplaced_end(streams))
             return Phases(begin, end, tuple(windows), (windows[0][0], min(drain, end)), level, "")
     return Phases(begin, end, (), None, 0, f"fewer than {MIN_STEPS} steps in a row with as many streams decoding")

@@ -58,6 +58,16 @@ def test_stream_that_stalls_for_long_does_not_cut_the_window() -> None:
     assert find_phases(streams, concurrency=32).steady_s == pytest.approx(8.8, abs=0.2)
 
 
+def test_ramp_is_no_steady_state_at_a_lower_number() -> None:
+    streams = [stream([*steps(float(at), 5 * (40 - at), 0.2)]) for at in range(40)]
+    assert find_phases(streams, concurrency=80).level >= 24
+
+
+def test_ramp_that_ends_in_a_crash_has_none() -> None:
+    streams = [stream([*steps(float(at), max(2, (40 - at) // 2), 2.0)]) for at in range(40)]
+    assert find_phases(streams, concurrency=64).steady == ()
+
+
 def test_run_of_few_steps_has_no_steady_state_and_says_so() -> None:
     phases = find_phases([stream(steps(1.0, 6)) for _ in range(4)], concurrency=4)
     assert phases.steady == () and "fewer than 16 steps" in phases.problem

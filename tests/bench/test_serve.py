@@ -92,7 +92,7 @@ def test_server_killed_at_64_is_a_failed_line_and_later_runs_have_lines_too(meas
 
 
 def test_step_law_says_what_the_failed_run_would_have_done(measure: Any) -> None:
-    plan = {"concurrencies": (1, 16, 64), "output_len": "30"}
+    plan = {"concurrencies": (1, 16, 64, 2), "output_len": "30"}
     report = measure(kill_at=64, kill_after_steps=0, prefill_s=0.02, plan=plan)
     assert report["step_law"]["prediction"]["concurrency"] == 64
     assert report["step_law"]["prediction"]["step_ms"] == pytest.approx(A_MS + 64 * B_MS, rel=0.03)
