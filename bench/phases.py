@@ -33,6 +33,7 @@ MIN_STEPS = 16  # of steady state, in all windows together: below that, one step
 _MIN_STEPS_A_WINDOW = 4
 _MIN_SHARE_BELOW = 0.25  # of the time with any decoding, for a level below C
 _MAX_ABOVE = 1.5  # times a level below C that decode on average there: more is a ramp and no level
+_MIN_REQUESTS = 16  # of an open loop
 _GROWTH = 1.5  # from the second quarter to the last: more is no steady state
 
 
@@ -166,6 +167,8 @@ def _of_open_loop(streams: Sequence[Stream], begin: float, end: float) -> Phases
     middle = (begin + last_sent) / 2
     samples = np.linspace(middle, last_sent, 200)
     level = int(np.median(flow.at(samples)))
+    if len(streams) < _MIN_REQUESTS:
+        return Phases(begin, end, (), None, level, f"{len(streams)} requests are too few: {_MIN_REQUESTS} are needed")
     reached = flow.moments[flow.values >= max(1, level)]
     first = float(reached[0]) if len(reached) else begin
     if last_sent - first < 0.2 * (last_sent - begin) or last_sent <= first:
