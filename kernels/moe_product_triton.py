@@ -89,7 +89,7 @@ def product_shared(
     K: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     NB: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return [R, W, 16, 8 NB] float32: as _product, every warp with other rows; x is in the product's order.
+    """Return [R, W, 16, 8 NB] float32: as product, every warp with other rows; x is in the product's order.
 
     Of the channels one of SPLIT shares, from step begin on; S steps at once, of which AHEAD are on their way. Weights
     stay in the registers into which they were loaded: to move them would be to wait for them.

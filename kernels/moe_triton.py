@@ -127,7 +127,7 @@ def _place_share(
     each expert before, so that the last sixteen stay clear of the next expert's.
     """
     column += tl.arange(0, SOME)
-    wide = tl.multiple_of(tl.minimum((edges[1] - edges[0] + 15) // 16 * 16, N), SOME)
+    wide = tl.multiple_of(tl.minimum((edges[1] - edges[0] + 15) // 16 * 16, N), 16 if N > 8 else 8)
     at = (edges[0] + place * 16) * ROWS + row_tile * (16 * wide) + tl.arange(0, M)[:, None] * wide + column[None, :]
     return at, (edges[0] + column < edges[1])[None, :]
 
