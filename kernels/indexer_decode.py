@@ -411,6 +411,13 @@ def variants(arch: str) -> list[Variant]:
         constants = {**_top_k_constants(512, tile), "QUERIES": 1, "RATIO": 4, "BLOCK_N": block, "PDL": True}
         constants |= {"TOKENS": 64, "PADDED": True, "lengths_ptr": None}
         found.append(_variant(TOP_K, top_k_kernel, signature, constants, tile, (), TOP_K_INTEGERS, None))
+        places = dict.fromkeys(("positions_ptr", "sequence_ptr", "query_start_ptr"))
+        of_rows = {name: value for name, value in constants.items() if name != "lengths_ptr"} | places
+        of_rows |= {"RATIO": 1, "BLOCK_N": 1}  # top_k_of_rows
+        for tokens in sorted({_padded_tokens(1), _padded_tokens(64)}):
+            found.append(
+                _variant(TOP_K, top_k_kernel, signature, of_rows | {"TOKENS": tokens}, tile, (), TOP_K_INTEGERS, None)
+            )
     return found
 
 

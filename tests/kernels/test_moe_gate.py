@@ -55,5 +55,5 @@ def test_what_does_not_fit_is_refused():
         _cases().Case(case.x, case.gate.float(), case.routing).run()
     with pytest.raises(ValueError, match=r"x of torch\.float16"):
         _cases().Case(case.x.half(), case.gate, case.routing).run()
-    with pytest.raises(ValueError, match="21 of them"):
+    with pytest.raises(ValueError, match="top_k 21 of 20 experts"):
         _cases().Case(case.x, case.gate, case.routing | {"top_k": 21}).run()
