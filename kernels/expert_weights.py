@@ -74,11 +74,6 @@ class ExpertWeights:
         """Steps whose scales lie together."""
         return int(self.scales.shape[-1])
 
-    @property
-    def bytes_per_expert(self) -> int:
-        """Bytes of codes and scales."""
-        return int(self.codes[0].numel() * 4 + self.scales[0].numel() * 2)
-
     def select(self, experts: Tensor) -> ExpertWeights:
         """Return the weights of some experts, [n] int64."""
         return ExpertWeights(self.format, self.codes[experts], self.scales[experts], self.factors[experts])

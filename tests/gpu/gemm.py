@@ -8,19 +8,14 @@ replay with other inputs in the same buffers. Under TRITON_INTERPRET=1 with --de
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 # Tiles beside those of the table. few: KS, RS, R, DEPTH, SPLIT.   many: rows, columns, bytes, split, warps, stages.
 FEW_DESIGNS = [(8, 1, 1, 4, 1), (4, 2, 1, 2, 1), (4, 1, 2, 1, 4), (2, 2, 2, 3, 2), (16, 1, 1, 1, 3), (1, 4, 1, 4, 1)]
 MANY_DESIGNS = [(64, 16, 128, 4, 4, 3), (128, 32, 128, 2, 8, 4), (128, 128, 64, 1, 8, 3), (64, 64, 64, 3, 4, 2)]
@@ -81,7 +76,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
 
 def make(case: Case, device: str, *, seed: int = 0):
     """Return the case's inputs."""
-    return _module().make_case(
+    return load("gemm_cases").make_case(
         case.tokens, case.rows, case.channels, dtype=getattr(torch, case.dtype), x_dtype=getattr(torch, case.x_dtype),
         offset=case.offset, groups=case.groups, normed=case.normed, quantize=case.quantize, gap=case.gap, seed=seed,
         device=device,
@@ -93,9 +88,9 @@ def fault_of(case: Case, device: str) -> str:
     made = make(case, device)
     options = {"out_dtype": getattr(torch, case.out_dtype)}
     if case.few is not None:
-        options["tile"] = _module().few_tile(*FEW_DESIGNS[case.few])
+        options["tile"] = load("gemm_cases").few_tile(*FEW_DESIGNS[case.few])
     if case.many is not None:
-        options["tile"] = _module().many_tile(*MANY_DESIGNS[case.many])
+        options["tile"] = load("gemm_cases").many_tile(*MANY_DESIGNS[case.many])
     fault = str(made.fault(**options))
     again = made.run(**options), made.run(**options)
     return fault or ("" if torch.equal(*again) else "two calls give different bits")
@@ -137,55 +132,13 @@ def replay_fault(device: str) -> str:
     return ""
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "gemm_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay of a chain", functools.partial(replay_fault, args.device)))
-    faults = 0
-    # Most of the time goes into compiling, one kernel at a time in each process.
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} linear {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    if device == "cuda":
+        found.insert(0, ("graph replay of a chain", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "linear", jobs_of))

@@ -10,19 +10,14 @@ Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 BF16, FLOAT = torch.bfloat16, torch.float32
 TILES = [(1, 4), (2, 8), (8, 16), (4, 32)]  # warps of the first and of the second launch
 
@@ -71,21 +66,21 @@ def cases_of(*, small: bool = False) -> list[Case]:
 def make(case: Case, device: str, *, seed: int = 0):
     """Return the case's inputs."""
     sizes = {name: value for name, value in dataclasses.asdict(case).items() if name not in ("tokens", "design")}
-    return _module().make_case(case.tokens, **sizes, seed=seed, device=device)
+    return load("hyper_connection_cases").make_case(case.tokens, **sizes, seed=seed, device=device)
 
 
 def fault_of(case: Case, device: str) -> str:
     """Return what is wrong, "" if nothing."""
     made = make(case, device)
-    options = {} if case.design is None else {"tiles": _module().make_tiles(*TILES[case.design])}
+    options = {} if case.design is None else {"tiles": load("hyper_connection_cases").make_tiles(*TILES[case.design])}
     fault = str(made.fault(**options))
     first, second = made.run(**options), made.run(**options)
-    return fault or _bits(first, second, "two calls") or _module().spread_alone_fault(made)
+    return fault or _bits(first, second, "two calls") or load("hyper_connection_cases").spread_alone_fault(made)
 
 
 def batch_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
     """Return whether a token has other bits in a batch than alone, "" if not."""
-    made = _module().make_case(tokens, hidden=hidden, device=device)
+    made = load("hyper_connection_cases").make_case(tokens, hidden=hidden, device=device)
     whole = made.run()
     for at in (0, tokens // 2 + 1, tokens - 1):
         own = slice(at, at + 1)
@@ -102,7 +97,7 @@ def replay_fault(device: str) -> str:
 
     for case in (Case(1), Case(16, padding=2), Case(64)):
         made, other = make(case, device), make(case, device, seed=10)
-        head = _module().make_mixer(5, n=case.n, hidden=case.hidden, head=True, device=device)
+        head = load("hyper_connection_cases").make_mixer(5, n=case.n, hidden=case.hidden, head=True, device=device)
 
         def run(made=made, head=head):
             first = made.run()
@@ -141,57 +136,15 @@ def _bits(a, b, what: str) -> str:
     return ""
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "hyper_connection_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    sizes = {"hidden": 64, "tokens": 17} if args.small else {}
-    jobs.insert(0, ("bits alone and in a batch", functools.partial(batch_fault, args.device, **sizes)))
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
-    faults = 0
-    # Most of the time goes into compiling, one kernel at a time in each process.
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} hyper_connection {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    sizes = {"hidden": 64, "tokens": 17} if small else {}
+    found.insert(0, ("bits alone and in a batch", functools.partial(batch_fault, device, **sizes)))
+    if device == "cuda":
+        found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "hyper_connection", jobs_of))

@@ -8,19 +8,14 @@ and returns 1 if one failed.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 # Of a score, in units of sum |weight| |query| . |key|. sm_90's tensor cores keep about 14 bits of a sum of e4m3
 # products; f16 ones are summed in float32, cut off.
 TOLERANCE = {"fp8_index": 5e-4, "fp4_index": 2e-5}
@@ -78,7 +73,7 @@ def make(case: Case, device: str, *, seed: int = 0):
     for i in range(case.count):
         keys = case.keys if i == 0 else 1 + (case.keys * (37 * i % 101)) // 100
         spans.append((max(4 * keys - case.length + i % 4, 0), case.length - (case.length > 2 and i % 2)))
-    return _module().make_case(
+    return load("indexer_cases").make_case(
         spans, fmt=case.fmt, heads=case.heads, dim=case.dim, rows=case.rows, top_k=case.top_k, padding=case.padding,
         hadamard=case.fmt == "fp4_index" and case.dim == 128, columns=case.columns, spare=case.spare, seed=seed,
         device=device, dtype=case.dtype, spread=case.spread,
@@ -93,12 +88,12 @@ def fault_of(case: Case, device: str) -> str:
 
 def rows_fault(device: str) -> str:
     """Return what is wrong with rows that selections have got wrong, together, alone and with other k."""
-    rows = list(_module().score_rows().values())
+    rows = list(load("indexer_cases").score_rows().values())
     for k in (1, 64, 512, 2048):
-        fault = _module().rows_fault(rows, k, device=device)
+        fault = load("indexer_cases").rows_fault(rows, k, device=device)
         if fault:
             return f"k {k}: {fault}"
-    return next((fault for row in rows if (fault := _module().rows_fault([row], 512, device=device))), "")
+    return next((fault for row in rows if (fault := load("indexer_cases").rows_fault([row], 512, device=device))), "")
 
 
 def long_rows_fault(device: str, length: int, k: int, count: int) -> str:
@@ -106,7 +101,7 @@ def long_rows_fault(device: str, length: int, k: int, count: int) -> str:
     for seed in range(4):
         draw = torch.Generator(device).manual_seed(seed)
         rows = 1 + 1e-3 * torch.randn(count, length, generator=draw, device=device)
-        fault = _module().rows_fault(list(rows), k, device=device)
+        fault = load("indexer_cases").rows_fault(list(rows), k, device=device)
         if fault:
             return f"seed {seed}: {fault}"
     return ""
@@ -179,61 +174,20 @@ def replay_fault(device: str) -> str:
     return ""
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "indexer_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=6, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    if not args.small:
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    if not small:
         for length, k, count in ((262144, 512, 64), (1048576, 2048, 64)):
             name = f"{count} crowded rows of {length}, k {k}"
-            jobs.insert(0, (name, functools.partial(long_rows_fault, args.device, length, k, count)))
-        jobs.insert(0, ("rows that were got wrong", functools.partial(rows_fault, args.device)))
-        jobs.insert(0, ("twenty calls", functools.partial(repeat_fault, args.device)))
-        jobs.insert(0, ("a token's bits in other batches", functools.partial(batch_fault, args.device)))
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
-    faults = 0
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} indexer {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+            found.insert(0, (name, functools.partial(long_rows_fault, device, length, k, count)))
+        found.insert(0, ("rows that were got wrong", functools.partial(rows_fault, device)))
+        found.insert(0, ("twenty calls", functools.partial(repeat_fault, device)))
+        found.insert(0, ("a token's bits in other batches", functools.partial(batch_fault, device)))
+    if device == "cuda":
+        found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "indexer", jobs_of, jobs=6))

@@ -9,19 +9,14 @@ Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 # Tiles beside those of the table, for the first and the last product.
 # R, KS, RS, S, PAIR_S; NB, MANY_R, MANY_S, AHEAD, SPLIT; registers, stages.
 DESIGNS = [
@@ -80,7 +75,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
 
 def make(case: Case, device: str, *, seed: int = 0):
     """Return the case's inputs."""
-    return _module().make_case(
+    return load("moe_cases").make_case(
         case.tokens, experts=case.experts, top_k=case.top_k, hidden=case.hidden, inner=case.inner,
         formats=case.formats, padding=case.padding, same=case.same, by_table=case.by_table, is_raw=case.is_raw,
         seed=seed, device=device,
@@ -92,7 +87,7 @@ def fault_of(case: Case, device: str) -> str:
     made = make(case, device)
     options = {}
     if case.design is not None:
-        options["tiles"] = tuple(_module().make_tile(*values) for values in DESIGNS[case.design])
+        options["tiles"] = tuple(load("moe_cases").make_tile(*values) for values in DESIGNS[case.design])
     if case.is_raw:  # log and exp differ by an ulp between torch and Triton: a near tie may go the other way
         return str(made.sum_fault(routing=made.route(), **options))
     fault = str(made.fault(**options))
@@ -122,59 +117,17 @@ def replay_fault(device: str) -> str:
 
 def exactness_fault(device: str) -> str:
     """Return whether a weight comes out of the last product other than it went in, "" if not."""
-    return str(_module().exactness_fault(device))
+    return str(load("moe_cases").exactness_fault(device))
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "moe_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    jobs.insert(0, ("every code under every scale", functools.partial(exactness_fault, args.device)))
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
-    faults = 0
-    # Most of the time goes into compiling, one kernel at a time in each process.
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} moe {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    found.insert(0, ("every code under every scale", functools.partial(exactness_fault, device)))
+    if device == "cuda":
+        found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "moe", jobs_of))

@@ -8,19 +8,14 @@ Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 # Tiles beside the table's: KS, SPLIT, NB, CONVERTED.
 DESIGNS = [(4, 4, 1, 4096), (16, 1, 1, 1024), (8, 8, 1, 1024), (8, 2, 2, 512), (4, 8, 2, 1024), (8, 4, 4, 1024)]
 
@@ -64,7 +59,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
 
 def make(case: Case, device: str, *, seed: int = 0):
     """Return the case's inputs."""
-    return _module().make_case(
+    return load("moe_gate_cases").make_case(
         case.tokens, experts=case.experts, top_k=case.top_k, hidden=case.hidden, by_table=case.by_table,
         padding=case.padding, same=case.same, dtype=case.dtype, seed=seed, device=device,
     )  # fmt: skip
@@ -73,7 +68,7 @@ def make(case: Case, device: str, *, seed: int = 0):
 def fault_of(case: Case, device: str) -> str:
     """Return what is wrong, "" if nothing. Two calls must give the same choices and weights."""
     made = make(case, device)
-    options = {} if case.design is None else {"tile": _module().make_tile(*DESIGNS[case.design])}
+    options = {} if case.design is None else {"tile": load("moe_gate_cases").make_tile(*DESIGNS[case.design])}
     fault = str(made.fault(**options))
     got, again = made.run(**options), made.run(**options)
     same = torch.equal(got.ids, again.ids) and torch.equal(got.weights.nan_to_num(), again.weights.nan_to_num())
@@ -101,55 +96,13 @@ def replay_fault(device: str) -> str:
     return ""
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "moe_gate_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
-    faults = 0
-    # Most of the time goes into compiling, one kernel at a time in each process.
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} moe_gate {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    if device == "cuda":
+        found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "moe_gate", jobs_of))

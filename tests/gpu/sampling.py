@@ -9,19 +9,14 @@ Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 LOGITS = ("normal", "peaked", "flat", "ties", "equal")
 # Tiles beside the table's: as make_tile takes them.
 DESIGNS = [
@@ -57,7 +52,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
     """Return all cases; small: few and tiny ones, for the interpreter."""
     if small:
         return [Case(8, vocab=200, padding=1, pools=pools, num_top=5, design=2) for pools in (False, True)]
-    kinds = list(_module().KINDS)
+    kinds = list(load("sampling_cases").KINDS)
     return [
         *(Case(40, logits, kind) for logits in LOGITS for kind in kinds[2:]),
         *(Case(64, logits, num_top=20, padding=3) for logits in LOGITS),
@@ -76,10 +71,10 @@ def cases_of(*, small: bool = False) -> list[Case]:
 
 def make(case: Case, device: str, *, seed: int = 0):
     """Return the case's inputs."""
-    kinds = list(_module().KINDS.values())
-    chosen = [_module().KINDS[case.kind]] if case.kind else kinds
+    kinds = list(load("sampling_cases").KINDS.values())
+    chosen = [load("sampling_cases").KINDS[case.kind]] if case.kind else kinds
     rows = [chosen[i % len(chosen)] | {"num_logprobs": (i % 3 - 1) * case.num_top} for i in range(case.count)]
-    return _module().make_case(
+    return load("sampling_cases").make_case(
         rows, vocab=case.vocab, kind=case.logits, penalties=case.pools, bias=case.pools, mask=case.pools,
         padding=case.padding, num_top=case.num_top, dtype=case.dtype, seed=seed, device=device,
     )  # fmt: skip
@@ -87,7 +82,7 @@ def make(case: Case, device: str, *, seed: int = 0):
 
 def options_of(case: Case) -> dict:
     """Return the arguments of sample_decode besides the inputs."""
-    return {} if case.design is None else {"tile": _module().make_tile(**DESIGNS[case.design])}
+    return {} if case.design is None else {"tile": load("sampling_cases").make_tile(**DESIGNS[case.design])}
 
 
 def fault_of(case: Case, device: str) -> str:
@@ -111,7 +106,9 @@ def batch_fault(device: str) -> str:
     together = made.run()
     for rows in (slice(3, 4), slice(7, 23), slice(10, 64)):
         given = {"position": made.given["position"][rows], "num_top": 20}
-        alone = _module().Case(made.logits[rows].contiguous(), made.settings[rows].contiguous(), given).run()
+        alone = (
+            load("sampling_cases").Case(made.logits[rows].contiguous(), made.settings[rows].contiguous(), given).run()
+        )
         for name in ("tokens", "logprob", "top_ids", "top_logprobs"):
             if not torch.equal(getattr(alone, name), getattr(together, name)[rows]):
                 return f"{name} of rows {rows} differ in a batch of 64"
@@ -123,7 +120,7 @@ def noise_fault(device: str) -> str:
 
     Two rows of three tokens each: their noise, read off by how much a logit must be lifted to win, is the reference's.
     """
-    module = _module()
+    module = load("sampling_cases")
     count = 512
     made = module.make_case([{}] * count, vocab=3, kind="equal", device=device)
     noise = torch.stack([
@@ -163,57 +160,16 @@ def replay_fault(device: str) -> str:
     return ""
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "sampling_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=6, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    if not args.small:
-        jobs.insert(0, ("a row's bits in other batches", functools.partial(batch_fault, args.device)))
-        jobs.insert(0, ("noise", functools.partial(noise_fault, args.device)))
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
-    faults = 0
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} sampling {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    if not small:
+        found.insert(0, ("a row's bits in other batches", functools.partial(batch_fault, device)))
+        found.insert(0, ("noise", functools.partial(noise_fault, device)))
+    if device == "cuda":
+        found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "sampling", jobs_of, jobs=6))

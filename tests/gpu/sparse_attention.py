@@ -9,19 +9,14 @@ Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import multiprocessing
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 SPANS = (8191, 0, 131071, 127, 128, 700, 3, 2047, 131, 5000, 255, 12345, 511, 512, 513, 65535)
 
 
@@ -70,7 +65,7 @@ def make(case: Case, device: str, *, seed: int = 0):
     if case.dim == 128:
         longest = 2048
     spans = [(SPANS[b % len(SPANS)] % longest, 1 + b % case.length if b else case.length) for b in range(case.count)]
-    return _module().make_case(
+    return load("sparse_attention_cases").make_case(
         spans, fmt=case.fmt, dim=case.dim, heads=case.heads, kind=case.kind, top_k=case.top_k, padding=2,
         staged=case.length > 1, seed=seed, window_rows=128, ratio=ratio, block_rows=block_rows, device=device,
     )  # fmt: skip
@@ -79,7 +74,7 @@ def make(case: Case, device: str, *, seed: int = 0):
 def fault_of(case: Case, device: str) -> str:
     """Return what is wrong, "" if nothing."""
     made = make(case, device)
-    tile = _module().make_tile(warps=8, **dict(case.design)) if case.design else None
+    tile = load("sparse_attention_cases").make_tile(warps=8, **dict(case.design)) if case.design else None
     fault = str(made.fault(tile=tile))
     if fault or case.kind == "window" or case.count > 16:
         return fault
@@ -93,7 +88,7 @@ def invariance_fault(device: str, *, small: bool = False) -> str:
         made = make(case, device)
         together = made.run(batch_invariant=True)[0]
         for token in range(0, case.count, 1 if small else 8):
-            alone = _module().alone(made, token).run(batch_invariant=True)[0]
+            alone = load("sparse_attention_cases").alone(made, token).run(batch_invariant=True)[0]
             if not torch.equal(alone[0], together[token]):
                 return f"{kind}: token {token} alone differs by {(alone[0] - together[token]).abs().max():.2e}"
     return ""
@@ -125,56 +120,14 @@ def replay_fault(device: str) -> str:
     return ""
 
 
-def _module():
-    """Import the cases, which are no package, under a name of their own."""
-    name = "sparse_attention_cases"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"kernels/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=12, help="processes, default: %(default)s")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        spec = importlib.util.spec_from_file_location("interp", TESTS / "kernels/interp.py")
-        interp = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(interp)
-        interp.repair()
-    jobs = [(str(case), functools.partial(fault_of, case, args.device)) for case in cases_of(small=args.small)]
-    jobs.append(("batch invariance", functools.partial(invariance_fault, args.device, small=args.small)))
-    if args.device == "cuda":
-        jobs.insert(0, ("graph replay", functools.partial(replay_fault, args.device)))
-    faults = 0
-    # Most of the time goes into compiling, one kernel at a time in each process.
-    with _pool(1 if INTERPRETED else args.jobs) as pool:
-        for (name, _), fault in zip(jobs, pool.map(_run, [job for _, job in jobs]), strict=True):
-            print(f"{fault or 'ok':<6} sparse_attention {name}", flush=True)
-            faults += bool(fault)
-    print(f"{len(jobs)} cases, {faults} failed")
-    return 1 if faults else 0
-
-
-def _run(job: Callable[[], str]) -> str:
-    try:
-        return job()
-    except Exception as error:  # a case that can't run has failed; the others go on
-        return f"{type(error).__name__}: {error}"
-
-
-def _pool(jobs: int) -> concurrent.futures.Executor:
-    if jobs == 1:
-        return concurrent.futures.ThreadPoolExecutor(1)
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+def jobs_of(device: str, *, small: bool) -> list[Job]:
+    """Return all cases, and what else there is to see."""
+    found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    found.append(("batch invariance", functools.partial(invariance_fault, device, small=small)))
+    if device == "cuda":
+        found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "sparse_attention", jobs_of))
