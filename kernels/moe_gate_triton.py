@@ -1,7 +1,7 @@
 """The Triton kernel of moe_gate.py: what it computes is described there, the arrays that it writes in moe_routing.py.
 
-Weights are the left operand and never touch shared memory (gemm_triton.py): a program has 16 experts, for a group of
-tokens, and asks for all its weights before it waits for the kernel that writes x. The last program of a group adds what
+Weights are the left operand and never touch shared memory (gemm_fragment_triton.py): a program has 16 experts, for a
+group of tokens, and asks for all its weights before it waits for the kernel that writes x. The last program of a group adds what
 programs that share the channels have found, in order, and routes the group: a token is one warp's work. If there is
 only one group, that program knows all there is to count; else experts are counted with atomic additions, and the last
 group lists them, as in moe_route_triton.py.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gemm_triton import BF16, _lane_tokens, _lane_weights, _multiply
-from kernels.moe_route_triton import _activate, _list
+from kernels.gemm_fragment_triton import BF16, lane_tokens, lane_weights, multiply
+from kernels.moe_route_triton import activate, list_experts
 from kernels.row_load import to_f16
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -54,7 +54,7 @@ def _pick(
     u, e: scores and numbers of experts [lanes, N tokens, .., 4].   known: bias of experts, or experts [N, WIDTH] by
     table.
     """
-    a = _activate(u, True)
+    a = activate(u, True)
     bits = a.to(tl.int32, bitcast=True)
     choice = a if BY_TABLE else a + known
     ordered = (choice + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
@@ -111,7 +111,7 @@ def gate_kernel(
         row = tl.broadcast_to(tile * 16 + half, (8, KS, 1, 2))
         weights = ()
         for d in tl.static_range(SHARE):
-            weights += (_lane_weights(w_ptr, row, chunk, d * KS, True, E, K, 0, BF16, EVEN),)
+            weights += (lane_weights(w_ptr, row, chunk, d * KS, True, E, K, 0, BF16, EVEN),)
         # What routes the group was written before the step began: it is not waited for, not even by who routes.
         LANES: tl.constexpr = min(32, PADDED // 4)
         g = tl.arange(0, PADDED // (4 * LANES))[None, None, :, None]
@@ -134,8 +134,8 @@ def gate_kernel(
         token = group * N + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
         total = tl.zeros((KS, 16, N), tl.float32)
         for d in tl.static_range(SHARE):
-            x = _lane_tokens(x_ptr, K, token, tokens, chunk + d * KS, K, 8, 0, EVEN)
-            total += _multiply(weights[d], x, KS, 1, NB, BF16)
+            x = lane_tokens(x_ptr, K, token, tokens, chunk + d * KS, K, 8, 0, EVEN)
+            total += multiply(weights[d], x, KS, 1, NB, BF16)
         whole = tl.sum(total, 0)
         part = part_ptr + group * (SPLIT * N * PADDED)
         n, r = tl.arange(0, N)[None, :], tile * 16 + tl.arange(0, 16)[:, None]
@@ -163,7 +163,7 @@ def gate_kernel(
                 count = tl.histogram(tl.where(flat >= 0, flat, 0), PADDED, mask=flat >= 0)
                 first = tl.cumsum(count, 0) - count
                 tl.store(first_ptr + i, first, mask=i < E)
-                _list(active_ptr, i, count, first, many)
+                list_experts(active_ptr, i, count, first, many)
             at = t * TOP_K + k
             shown = (t < tokens) & (k < TOP_K)
             tl.store(ids_ptr + at, tl.where(is_choice, chosen, -1), mask=shown)
@@ -180,4 +180,4 @@ def gate_kernel(
                     tl.store(counter_ptr + PADDED, 0)
                     first = tl.cumsum(count, 0) - count
                     tl.store(first_ptr + i, first, mask=i < E)
-                    _list(active_ptr, i, count, first, many)
+                    list_experts(active_ptr, i, count, first, many)

@@ -18,7 +18,7 @@ _LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _activate(u, RAW: tl.constexpr):
+def activate(u, RAW: tl.constexpr):
     """Return sqrt(softplus(u)). log(1 + z) with z's lost digits put back: small scores must not all become 0."""
     if RAW:
         z = tl.exp(-tl.abs(u))
@@ -44,7 +44,7 @@ def _choose(choice, e, k, E: tl.constexpr, TOP_K: tl.constexpr, PADDED: tl.const
 
 
 @triton.jit
-def _list(active_ptr, e, count, first, MANY: tl.constexpr):
+def list_experts(active_ptr, e, count, first, MANY: tl.constexpr):
     """Write the list of active experts: those with more than MANY rows, then the others, each by number."""
     is_many = (count > MANY).to(tl.int32)
     is_few = (count > 0).to(tl.int32) - is_many
@@ -105,7 +105,7 @@ def route_kernel(
         scores = scores_ptr + token * E
         is_wrong = 0
         if table_ptr is None:
-            choice = _activate(tl.load(scores + e, mask=e < E, other=0.0), RAW)
+            choice = activate(tl.load(scores + e, mask=e < E, other=0.0), RAW)
             if bias_ptr is not None:
                 choice += bias
             chosen = _choose(choice, e, k, E, TOP_K, PADDED)
@@ -114,7 +114,7 @@ def route_kernel(
             is_wrong = tl.max(tl.where(exists, 0, 1), 0)
             chosen = tl.where(exists, found, 0).to(tl.int32)
         rank = tl.atomic_add(counter_ptr + chosen, 1, mask=is_choice, sem="relaxed")
-        a = tl.where(is_choice, _activate(tl.load(scores + chosen, mask=is_choice, other=0.0), RAW), 0.0)
+        a = tl.where(is_choice, activate(tl.load(scores + chosen, mask=is_choice, other=0.0), RAW), 0.0)
         weight = a / tl.sum(a, 0) * scaling
         weight = tl.where(is_wrong > 0, float("nan"), weight)
         at = token * TOP_K + k
@@ -131,4 +131,4 @@ def route_kernel(
             tl.store(counter_ptr + PADDED, 0)
             first = tl.cumsum(count, 0) - count
             tl.store(first_ptr + e, first, mask=e < E)
-            _list(active_ptr, e, count, first, MANY)
+            list_experts(active_ptr, e, count, first, MANY)
