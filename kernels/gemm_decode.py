@@ -8,9 +8,9 @@ views that later kernels take as they are. A norm in front of up to FEW tokens c
 its factor onto the sums. Before more tokens it has a launch of its own. What meets the weights is rounded to x's dtype.
 
 Weights and x are exact (float32 ones: see gemm_fragment_triton.py), but for the rounding behind a norm. `quantize`:
-e4m3 weights meet e4m3 activations, a scale per token and 128 channels (quant.py), as in training. Sums are float32 in a fixed order:
-equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile), not on what
-they are. A row of x that is padding gives what its values give; nothing else is read for it.
+e4m3 weights meet e4m3 activations, a scale per token and 128 channels (quant.py), as in training. Sums are float32 in a
+fixed order: equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile),
+not on what they are. A row of x that is padding gives what its values give; nothing else is read for it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The Triton kernel of moe_gate.py: what it computes is described there, the arrays that it writes in moe_routing.py.
 
 Weights are the left operand and never touch shared memory (gemm_fragment_triton.py): a program has 16 experts, for a
-group of tokens, and asks for all its weights before it waits for the kernel that writes x. The last program of a group adds what
-programs that share the channels have found, in order, and routes the group: a token is one warp's work. If there is
-only one group, that program knows all there is to count; else experts are counted with atomic additions, and the last
-group lists them, as in moe_route_triton.py.
+group of tokens, and asks for all its weights before it waits for the kernel that writes x. The last program of a group
+adds what programs that share the channels have found, in order, and routes the group: a token is one warp's work. If
+there is only one group, that program knows all there is to count; else experts are counted with atomic additions, and
+the last group lists them, as in moe_route_triton.py.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment,index,var-annotated"
