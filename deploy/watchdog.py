@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterable
 import httpx
 import psutil
 
+LOOK_EVERY_S = 0.5
 ASK_S = 1.0
-STOPPED_AFTER_S = 4.0
+# A router's clients hear nothing until it is dead, and are promised an end within 5 s; a leader that sees its own rank
+# stopped acts first (engine/loop.py).
+STOPPED_AFTER_S = 3.5
 # Not stopped and yet mute: hung, or starved by a busy machine. One that listens before it has loaded is slower still.
 MUTE_AFTER_S = 10.0
 MUTE_AT_START_AFTER_S = 60.0
@@ -49,7 +52,7 @@ class Watchdog:
 
     def _run(self) -> None:
         with httpx.Client(timeout=ASK_S, trust_env=False) as http:
-            while not self._stop.wait(ASK_S):
+            while not self._stop.wait(LOOK_EVERY_S):
                 self.look(lambda url: http.get(url).status_code)
 
     def look(self, ask: Callable[[str], int], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,8 +66,10 @@ class Watchdog:
             now = clock()
             if not _is_stopped(pid):
                 self._ran[pid] = now
-            elif now - self._ran.setdefault(pid, now) >= STOPPED_AFTER_S:
-                self._kill(name, pid, f"has been stopped for {now - self._ran[pid]:.1f} s")
+            else:
+                # Not asked: it cannot answer, and waiting for it would put off the next look at everybody.
+                if now - self._ran.setdefault(pid, now) >= STOPPED_AFTER_S:
+                    self._kill(name, pid, f"has been stopped for {now - self._ran[pid]:.1f} s")
                 continue
             if not url:
                 continue

@@ -89,14 +89,18 @@ def test_process_that_answers_or_never_listened_is_never_killed(victim: subproce
 def test_process_that_is_stopped_before_it_ever_answered_is_killed_at_the_deadline(
     victim: subprocess.Popen[bytes],
 ) -> None:
-    clock, dog = Clock(), Watchdog(lambda: [("prefill-0 rank 0", victim.pid, "")], say=lambda text: None)
+    clock, dog = Clock(), Watchdog(lambda: [("router", victim.pid, "http://x/live")], say=lambda text: None)
+
+    def asked(url: str) -> int:
+        pytest.fail("who is stopped is not waited for")
+
     dog.look(refused, clock=clock)
     victim.send_signal(signal.SIGSTOP)
     while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
         pass
     clock.now += 0.5
-    dog.look(refused, clock=clock)
+    dog.look(asked, clock=clock)
     assert victim.poll() is None
     clock.now += STOPPED_AFTER_S
-    dog.look(refused, clock=clock)
+    dog.look(asked, clock=clock)
     assert victim.wait(10) == -signal.SIGKILL
