@@ -40,6 +40,7 @@ POLL_S = 0.25
 WATCH_S = 2.0
 MAX_BACKOFF_S = 4.0
 RANK_END_S = 5.0
+_STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 15
 
 
@@ -132,6 +133,7 @@ class _Cluster:
             environ=self._environ,
             address=self._config.supervisor.ray_address,
         )
+        self._take_signals()  # again: Ray's own handler of SIGTERM aborts the process three seconds after the signal
         self._raise_if_stopped()
         for group in self._groups:
             group.create()
@@ -345,14 +347,17 @@ class _Cluster:
     @contextlib.contextmanager
     def signals(self) -> Any:
         """Stop on the first SIGINT, SIGTERM or SIGHUP, kill at once on the second; restore handlers afterwards."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        for number in before:
-            signal.signal(number, self._on_signal)
+        before = {number: signal.getsignal(number) for number in _STOPPED_BY}
+        self._take_signals()
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _take_signals(self) -> None:
+        for number in _STOPPED_BY:
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._stop.is_set():

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -56,7 +57,14 @@ def test_built_in_cluster_serves_survives_a_death_and_leaves_nothing(launch) -> 
 
     (written,) = state.running(cluster.environ)
     family = cluster.family()
-    assert cluster.stop(signal.SIGINT) == 0
+    body = {"prompt": "once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=30) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
+        # longer than the three seconds after which Ray's own handler of SIGTERM would have aborted the process
+        cluster.process.send_signal(signal.SIGTERM)
+        assert list(filter(None, lines))[-1] == "data: [DONE]"
+    assert cluster.process.wait(60) == 0
     psutil.wait_procs(family, timeout=5)
     assert alive(family) == []
     assert not Path(written.run_dir).exists()
