@@ -23,7 +23,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach one rank's pools. metadata is the transport's own (a NIXL agent's metadata).
 
     generation is that of the worker group: a restarted group has another, and its old endpoints are void.
-    The pool named "scratch" is 4 KiB that a peer may overwrite at any time, to warm a lane.
+    The pool named "scratch" is memory that a peer may overwrite at any time, to warm and to measure a lane.
+    host: see locality.host_id; "" if unknown.
     """
 
     transport: str
@@ -34,6 +35,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolAddress, ...]
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     device: int = 0
+    host: str = ""
 
     def pool(self, name: str) -> PoolAddress:
         return next(p for p in self.pools if p.name == name)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from kv_transfer.landing import Endpoint, PoolAddress
+from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan
 from kv_transfer.ranges import Ranges, check_pools, resolve
 from kv_transfer.transport import Transfer, TransferError, TransferStatus
@@ -128,6 +129,7 @@ class LocalTransport:
             rank=rank,
             metadata=metadata,
             pools=tuple(pools),
+            host=host_id(),
         )
         return self._endpoint
 

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.landing import Endpoint, PoolAddress
+from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan
 from kv_transfer.ranges import check_pools, pool_bytes, resolve
 from kv_transfer.transport import Transfer, TransferError, TransferStatus
@@ -115,6 +116,7 @@ class NixlTransport:
             rank=rank,
             metadata=metadata,
             pools=tuple(pools),
+            host=host_id(),
             memory=self._memory,
             device=self._device,
         )

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.landing import Endpoint, PoolAddress
+from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan
 from kv_transfer.ranges import check_pools, pool_bytes, resolve
 from kv_transfer.transport import Transfer, TransferError, TransferStatus
@@ -145,6 +146,7 @@ class UcxxTransport:
             rank=rank,
             metadata=msgspec.msgpack.encode(_Address(agent, host, self._receiver.port, self._life)),
             pools=tuple(pools),
+            host=host_id(),
         )
         return self._endpoint
 
