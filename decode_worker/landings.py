@@ -39,7 +39,10 @@ class LandingState(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Held:
-    """One landing that is not free and not landed. words: what the writer of each decode rank has said."""
+    """One landing that is not free and not landed.
+
+    words: what the writer of each decode rank has said.   checksums: by rank, of each cache group, where one was sent.
+    """
 
     landing: Landing
     request: ReserveRequest
@@ -47,6 +50,7 @@ class Held:
     deadline: float
     state: LandingState = LandingState.OPEN
     words: dict[int, str] = dataclasses.field(default_factory=dict)
+    checksums: dict[int, dict[str, int]] = dataclasses.field(default_factory=dict)
     first_token: int = -1
     ask_at: float | None = None
 
@@ -162,6 +166,7 @@ class LandingTable:
         held.words[rank] = "wrong" if wrong else word.kind
         if word.kind == "last":
             held.first_token = word.first_token
+            held.checksums[rank] = {g.name: g.checksum for g in word.manifest if g.checksum is not None}
         failed = self._fail(held, wrong) if wrong else None
         if len(held.words) == len(self.agents):
             if held.state is LandingState.OPEN:
@@ -236,10 +241,10 @@ class LandingTable:
     # ------------------------------------------------------------ inner
 
     def _what_is_wrong(self, held: Held, word: Notification) -> str:
-        expected = manifest(self._layout, held.landing.num_tokens)
+        expected = tuple((g.name, g.num_units, g.num_bytes) for g in manifest(self._layout, held.landing.num_tokens))
         if word.num_tokens != held.landing.num_tokens:
             return f"the writer sent {word.num_tokens} tokens, the landing is for {held.landing.num_tokens}"
-        if tuple(word.manifest) != expected:
+        if tuple((g.name, g.num_units, g.num_bytes) for g in word.manifest) != expected:
             return f"the writer sent {word.manifest}, the landing needs {expected}"
         if word.first_token < 0 or held.first_token not in (-1, word.first_token):
             return f"first token {word.first_token}, another rank was told {held.first_token}"

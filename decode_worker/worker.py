@@ -17,7 +17,7 @@ from engine import errors
 from engine.block_allocator import BlockAllocator, SlotAllocator
 from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan
-from engine.plan import Arrived, LeaderMessage, PumpHint, RankMessage, RankReady, StepPlan, StepResult
+from engine.plan import CACHE_CORRUPT, Arrived, LeaderMessage, PumpHint, RankMessage, RankReady, StepPlan, StepResult
 from engine.scheduler import Progress, Scheduler
 from engine.seams import Seams
 from engine.sequence import Sequence
@@ -77,7 +77,7 @@ class DecodeWorker:
         self._outputs: list[SequenceOutput] = []
         self._next_seq = 1
         self._pump_hint = 0
-        self._num_steps = self._num_output_tokens = 0
+        self._num_steps = self._num_output_tokens = self._num_corrupt = 0
 
     # ------------------------------------------------------------ commands
 
@@ -183,6 +183,7 @@ class DecodeWorker:
             steps_without_memory=self._scheduler.num_delays,
             output_tokens=self._num_output_tokens,
             transfer_failures=self.landings.num_failures,
+            checksum_failures=self._num_corrupt,
             stale_messages=self.landings.num_stale,
         )
 
@@ -210,6 +211,7 @@ class DecodeWorker:
             promised=held.promised,
             num_computed=len(request.prompt_token_ids),
             router=request.router,
+            checksums=[held.checksums[rank] for rank in sorted(held.checksums)],
         )
         self._next_seq += 1
         self._sequences[request.request_id] = sequence
@@ -225,6 +227,7 @@ class DecodeWorker:
             self._release(sequence)
             return
         if progress.error:
+            self._num_corrupt += CACHE_CORRUPT in progress.error
             self._say_error(sequence.request_id, errors.of_step("decode", progress.error))
         else:
             assert progress.token_id is not None, "a decode step always reaches its sequence's last token"

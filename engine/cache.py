@@ -14,7 +14,7 @@ from kernels.rows import Rows
 from kv_transfer.landing import PoolAddress
 from kv_transfer.layout import CacheGroup, KVLayout, Region
 
-SCRATCH_BYTES = 4096
+SCRATCH_BYTES = 16 << 20  # peers measure their lane by it: large enough that a GPU's bandwidth shows
 # A page, so that a peer's write never shares a page with anything else, and so that NIXL pins whole pages.
 POOL_ALIGNMENT = 4096
 

@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 KvCacheDtype = Literal["fp32", "bf16", "packed"]
 IndexCacheDtype = Literal["fp8", "fp4"]
-TransportName = Literal["nixl", "local", "ucxx"]
+TransportName = Literal["auto", "nixl", "host", "ucxx", "local"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.
     threads: of a rank's arithmetic on the CPU; more only pays for models much larger than the tiny one.
     transfer_timeout_s: what one write may take at least; large ones get more, by measured bandwidth.
+    kv_checksum: compare every cache that lands with what was sent; without it only the router's trial requests are.
+    allow_tcp: serve even if the cache travels over TCP between processes of one host.
     pool_poison: fill every pool with NaN at start (tests).
     test_seams: open /seams, through which tests hold and strike requests; never in production.
     logits_log: folder where ranks append the logits of every sampled token; "" for none; needs test_seams.
@@ -61,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int = 0
     landing_timeout_s: float = 600.0
     transfer_timeout_s: float = 3.0
+    kv_checksum: bool = False
+    allow_tcp: bool = False
     drain_timeout_s: float = 30.0
     pool_poison: bool = False
     test_seams: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan import GUIDE_FAILED
+from engine.plan import CACHE_CORRUPT, GUIDE_FAILED
 from router.protocol import ErrorBody, ErrorCode
 
 
@@ -68,5 +68,9 @@ class WorkerLost(RequestError):
 
 def of_step(role: str, reason: str) -> RequestError:
     """Return what a request is told whose step has failed at the ranks; its own grammar is its own fault."""
-    kind = InvalidRequest if GUIDE_FAILED in reason else RequestError
+    kind = RequestError
+    if GUIDE_FAILED in reason:
+        kind = InvalidRequest
+    elif CACHE_CORRUPT in reason:
+        kind = TransferFailed
     return kind(f"{role} failed: {reason}")

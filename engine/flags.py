@@ -98,7 +98,8 @@ FIELDS = (
     Field(
         "transport",
         _NET,
-        "what carries the cache: nixl, or ucxx where it is installed; local serves tests inside one process",
+        "what carries the cache: nixl; host, staged through shared memory; auto chooses between them for each pair by "
+        "measurement; ucxx where it is installed; local serves tests inside one process",
         ("--disaggregation-transfer-backend",),
     ),
     Field("host", _NET, "address that the leader listens on"),
@@ -106,6 +107,10 @@ FIELDS = (
     Field("worker_id", _NET, "name of the group in /topology and logs"),
     Field("landing_timeout_s", _NET, "seconds a landing may wait for its cache", (), 0.001),
     Field("transfer_timeout_s", _NET, "seconds that one write of cache may take; large ones get more", (), 0.001),
+    Field(
+        "kv_checksum", _NET, "compare every cache that lands with what was sent (costs one read of it on both sides)"
+    ),
+    Field("allow_tcp", _NET, "serve even if the cache travels over TCP inside one host, at a tenth of the speed"),
     Field("drain_timeout_s", _NET, "seconds that running requests get when the group stops"),
     Field("test_seams", _NET, "let tests hold requests and kill workers over HTTP: never in production"),
     Field("logits_log", _NET, "folder where ranks append the logits of every token (tests; needs test_seams)"),
@@ -220,11 +225,12 @@ def _require_transport(config: EngineConfig, origin: str) -> None:
     if config.transport == "local":
         raise ConfigError(
             f"transport = 'local' ({origin}): works inside one process only, and every rank is a process of its own; "
-            "wanted nixl, or ucxx where NIXL does not start"
+            "wanted auto, nixl, host, or ucxx where it is installed"
         )
     if config.transport == "ucxx" and config.device != "cpu":
         raise ConfigError(
-            f"transport = 'ucxx' ({origin}): carries host memory only, and device is {config.device!r}; wanted nixl"
+            f"transport = 'ucxx' ({origin}): carries host memory only, and device is {config.device!r}; wanted auto, "
+            "nixl or host"
         )
 
 

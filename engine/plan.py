@@ -14,8 +14,9 @@ from kv_transfer.landing import Landing
 from router.protocol import NumaBinding, SamplingParams, TokenLogprobs, WorkerState
 
 NO_MEMORY = "out of memory"
+CACHE_CORRUPT = "the cache that arrived is not what was sent: "
 GUIDE_FAILED = "the guide of the answer failed: "
-"""How reasons begin that lie in the request's own grammar."""
+"""How reasons begin that lie in the request's own grammar; those of CACHE_CORRUPT lie in the transfer."""
 
 
 class PlanMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -38,6 +39,7 @@ class SequenceStart(PlanMessage, frozen=True, kw_only=True):
     token_ids: the prompt, needed by penalties, then outputs known so far (the last `num_outputs`).
     block_ids: those held now; later ones come with the step that first needs them.
     branches: they leave with the sequence, which ends with the first token it samples.
+    checksums: by rank, what the cache that came from elsewhere must sum up to, by cache group; empty: not compared.
     """
 
     seq: int
@@ -47,6 +49,7 @@ class SequenceStart(PlanMessage, frozen=True, kw_only=True):
     token_ids: list[int] = []
     num_outputs: int = 0
     branches: list[SequenceBranch] = []
+    checksums: list[dict[str, int]] = []
 
 
 class SequenceStep(PlanMessage, frozen=True, kw_only=True, array_like=True):
@@ -77,6 +80,7 @@ class PushPlan(PlanMessage, frozen=True, kw_only=True):
 
     block_ids, slot: the source. With is_last also the slot's record goes, and the notification with the first token.
     The blocks stay held by the sequence until the rank has answered PushDone for the last, or for the cancel.
+    checksum: take checksums of what is written, of every push of the landing; they go with the last.
     fails: a test seam: the transport's call raises.
     """
 
@@ -87,6 +91,7 @@ class PushPlan(PlanMessage, frozen=True, kw_only=True):
     last: int
     is_last: bool = False
     first_token: int = -1
+    checksum: bool = False
     fails: bool = False
 
 
@@ -178,13 +183,17 @@ class PushDone(PlanMessage, frozen=True, kw_only=True):
 
 
 class PeerLinked(PlanMessage, frozen=True, kw_only=True):
-    """Outcome of ConnectPeer."""
+    """Outcome of ConnectPeer. Figures: see kv_transfer.link_test.Link."""
 
     rank: int
     agent: str
     generation: int
+    transport: str = ""
     lane: str = ""
     warmup_us: float = 0.0
+    latency_us: float = 0.0
+    gb_per_s: float = 0.0
+    copy_gb_per_s: float = 0.0
     error: str = ""
 
 

@@ -1,8 +1,8 @@
 """A rank process: one device, its model, its cache pools, its transport agent.
 
 It attaches to its leader's rings, binds itself to its NUMA node before anything is loaded, then obeys: step plans on
-this thread, transfers on the thread that owns the transport (prefill), notifications between steps (decode). When the
-leader ends, the rank ends: nobody else would free what it holds.
+this thread, transfers (prefill) or arrivals (decode) on the thread that owns the transport. When the leader ends, the
+rank ends: nobody else would free what it holds.
 
     python -m engine.rank RUN_DIR RANK        (started by the leader; run_dir holds leader.json and config.json)
 """
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -29,9 +29,12 @@ from engine.logits_log import LogitsLog
 from engine.memory_plan import plan_memory
 from engine.model.config import load_config
 from engine.ring import PeerGone, Waiter, open_rank_end
-from kv_transfer.landing import encode
+from kv_transfer.landing import Endpoint, encode
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.arrivals import ArrivalThread
     from engine.runner import ModelRunner
     from engine.transfers import TransferThread
     from kv_transfer.transport import KvTransport
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTACH_TIMEOUT_S = 60.0
-_BUSY_PUMP_S = 0.002
-_IDLE_PUMP_S = 0.02
 _PATIENCE_S = 3600.0
 _PULSE_S = 0.5
 
@@ -66,12 +67,11 @@ class RankProcess:
         self._waiter = Waiter(bell)
         self._waiter.watch(address.pid)
         self._leader_pidfd = os.pidfd_open(address.pid)
-        self._open_landings = 0
         self._logits_log: LogitsLog | None = None
         self._is_done = False
         self._runner: ModelRunner
         self._transfers: TransferThread | None = None
-        self._transport: KvTransport | None = None
+        self._arrivals: ArrivalThread | None = None
 
     def send(self, message: messages.RankMessage) -> None:
         self._channel.send(messages.encode(message))
@@ -83,13 +83,12 @@ class RankProcess:
             received = self._channel.receive()
             for data in received:
                 self._obey(messages.decode_leader_message(data))
-            self._pump()
-            if not received and self._waiter.wait(self._patience()):
+            if not received and self._waiter.wait(_PATIENCE_S):
                 raise PeerGone("the leader has ended")
         if self._transfers is not None:
             self._transfers.stop()
-        elif self._transport is not None:
-            self._transport.close()
+        if self._arrivals is not None:
+            self._arrivals.stop()
 
     def _beat(self) -> None:
         """Show the leader that this process runs, and end at once when the leader has: a long step must not look like a
@@ -114,7 +113,7 @@ class RankProcess:
 
         torch.set_num_threads(config.threads)
         plan = plan_memory(config, load_config(config.model))
-        self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots)
+        self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots, rank=self._rank)
         self._runner.load(lambda text: self._progress("loading", text))
         if config.logits_log:
             self._logits_log = LogitsLog(Path(config.logits_log), f"{config.worker_id}-{self._rank}")
@@ -130,33 +129,47 @@ class RankProcess:
                 device=config.device,
                 numa=binding,
                 transport=config.transport,
-                endpoint=endpoint,
+                endpoint=encode(endpoint),
                 model_fingerprint=self._runner.model_fingerprint,
             )
         )
 
-    def _open_transport(self) -> bytes:
-        config, pools = self._config, self._runner.cache.pool_addresses()
-        make = _transport_maker(config)
+    def _open_transport(self) -> Endpoint:
+        """Start the thread that owns the transport."""
+        config, cache = self._config, self._runner.cache
+        make = _transport_maker(config, self._runner.device)
+
+        def on_failed(reason: str) -> None:
+            self.send(messages.RankFailed(rank=self._rank, reason=reason))
+
         if config.role == "prefill":
             from engine.transfers import Transfers, TransferThread
 
             self._transfers = TransferThread(
                 lambda: Transfers(
                     make(),
-                    pools,
-                    layout=self._runner.cache.layout,
+                    cache,
                     rank=self._rank,
                     num_ranks=config.ranks,
                     generation=self._generation,
                     timeout_s=config.transfer_timeout_s,
+                    allow_tcp=config.allow_tcp,
                     emit=self.send,
                 ),
-                on_failed=lambda reason: self.send(messages.RankFailed(rank=self._rank, reason=reason)),
+                on_failed=on_failed,
             )
-            return encode(self._transfers.start())
-        self._transport = make()
-        return encode(self._transport.register(pools, generation=self._generation, rank=self._rank))
+            return self._transfers.start()
+        from engine.arrivals import ArrivalThread
+
+        self._arrivals = ArrivalThread(
+            make,
+            cache.pool_addresses(),
+            rank=self._rank,
+            generation=self._generation,
+            emit=self.send,
+            on_failed=on_failed,
+        )
+        return self._arrivals.start()
 
     def _progress(self, state: str, detail: str) -> None:
         self.send(messages.RankProgress(rank=self._rank, state=state, detail=detail))  # type: ignore[arg-type]
@@ -179,34 +192,37 @@ class RankProcess:
                     )
                 )
             case messages.PumpHint():
-                self._open_landings = message.open_landings
+                if self._arrivals is not None:
+                    self._arrivals.hint(message.open_landings)
             case messages.Shutdown():
                 self._is_done = True
             case _:
                 assert self._transfers is not None, f"a decode rank was told {type(message).__name__}"
                 self._transfers.order(message)
 
-    def _pump(self) -> None:
-        if self._transport is not None:
-            for agent, notification in self._transport.poll():
-                self.send(messages.Arrived(rank=self._rank, agent=agent, notification=notification))
 
-    def _patience(self) -> float:
-        if self._transport is None:
-            return _PATIENCE_S
-        return _BUSY_PUMP_S if self._open_landings else _IDLE_PUMP_S
+def _transport_maker(config: EngineConfig, device: torch.device) -> Callable[[], KvTransport]:
+    """Return what makes the group's transport for pools on `device`; called on the thread that will own it."""
+    memory: Literal["DRAM", "VRAM"] = "VRAM" if device.type == "cuda" else "DRAM"
+    number = device.index or 0
+    match config.transport:
+        case "auto":
+            from kv_transfer.auto_transport import AutoTransport
 
+            return lambda: AutoTransport(config.worker_id, memory=memory, device=number)
+        case "nixl":
+            from kv_transfer.nixl_transport import NixlTransport
 
-def _transport_maker(config: EngineConfig) -> Callable[[], KvTransport]:
-    if config.transport == "nixl":
-        from kv_transfer.nixl_transport import NixlTransport
+            return lambda: NixlTransport(config.worker_id, memory=memory, device=number)
+        case "host":
+            from kv_transfer.host_transport import HostTransport
 
-        return lambda: NixlTransport(config.worker_id)
-    if config.transport == "ucxx":
-        from kv_transfer.ucxx_transport import UcxxTransport
+            return lambda: HostTransport(config.worker_id, memory=memory, device=number)
+        case "ucxx":
+            from kv_transfer.ucxx_transport import UcxxTransport
 
-        return lambda: UcxxTransport(config.worker_id, host=config.host)
-    raise ValueError(f"transport {config.transport!r}: works inside one process only (tests); use nixl or ucxx")
+            return lambda: UcxxTransport(config.worker_id, host=config.host)
+    raise ValueError(f"transport {config.transport!r}: works inside one process only (tests); use auto")
 
 
 def _find_leader(run_dir: Path) -> LeaderAddress:

@@ -30,9 +30,10 @@ from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import packs_experts
 from engine.model.weights import load_weights
-from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStep, StepPlan
+from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.rollback import Rollback
 from engine.sampler import Sampler, SamplingState
+from kv_transfer.checksum import units_checksum
 from router.protocol import TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ class ModelRunner:
     samples, before it does: a seam for tests.
     """
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int, num_slots: int) -> None:
+    def __init__(self, config: EngineConfig, *, num_blocks: int, num_slots: int, rank: int = 0) -> None:
         """Allocate the cache. Raises ConfigError for a model that can't be served, ValueError for a bad block size."""
-        self.config = config
+        self.config, self._rank = config, rank
         self.model_config = load_config(config.model)
         self.model_fingerprint = model_fingerprint(config.model)
         self.device = torch.device(config.device)
@@ -85,6 +86,7 @@ class ModelRunner:
             grammars=self._grammars,
         )
         self.on_logits: Callable[[int, int, Tensor], None] | None = None
+        self._corrupt: dict[int, str] = {}  # sequences whose cache is not what was sent
         self._sampler = Sampler(self.model_config.vocab_size, self.device)
         self._model: DeepSeekV4 | None = None
 
@@ -113,9 +115,16 @@ class ModelRunner:
         """
         for seq in plan.ends:
             self.sequences.end(seq)
+            self._corrupt.pop(seq, None)
         for start in plan.starts:
             self.sequences.start(start)
-        failed = [(s.seq, problem) for s in plan.steps if (problem := self.sequences.problem_of(s))]
+            if start.checksums and (problem := self._compare(start)):
+                self._corrupt[start.seq] = problem
+        failed = [
+            (s.seq, problem)
+            for s in plan.steps
+            if (problem := self._corrupt.get(s.seq) or self.sequences.problem_of(s))
+        ]
         refused = {seq for seq, _ in failed}
         steps = [s for s in plan.steps if s.seq not in refused]
         if not steps:
@@ -141,6 +150,20 @@ class ModelRunner:
             steps = self.sequences.unpack(steps)
             failed.append((steps.pop().seq, NO_MEMORY))
         return Outcome([], failed)
+
+    def _compare(self, start: SequenceStart) -> str:
+        """Return what of a cache that came from elsewhere is not what was sent, "" if all is."""
+        for group in self.cache.layout.groups:
+            units = start.block_ids if group.unit == "block" else [start.slot]
+            sent = start.checksums[self._rank].get(group.name)
+            landed = units_checksum(self.cache.pools[group.name], units)
+            if sent is not None and sent != landed:
+                problem = (
+                    f"{group.name}, {group.unit}s {units}: checksum {landed:016x}, sent {sent:016x}, rank {self._rank}"
+                )
+                log.error("sequence %d: %s%s", start.seq, CACHE_CORRUPT, problem)
+                return CACHE_CORRUPT + problem
+        return ""
 
     def _step(self, model: DeepSeekV4, steps: list[SequenceStep], rollback: Rollback) -> Outcome:
         """Run steps, or raise what is_out_of_memory knows; see Rollback."""

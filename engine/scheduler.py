@@ -234,4 +234,5 @@ def _start(sequence: Sequence) -> SequenceStart:
         token_ids=list(sequence.token_ids),
         num_outputs=sequence.num_outputs,
         branches=[SequenceBranch(seq=branch.seq, sampling=branch.sampling) for branch in sequence.branches],
+        checksums=sequence.checksums,
     )

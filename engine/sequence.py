@@ -17,6 +17,7 @@ class Sequence:
     num_computed: tokens whose cache rows exist.   promised: blocks promised beyond block_ids.
     router: who wants the answer, see ReserveRequest.
     branches: more answers to the same prompt, for which only the first token is drawn; they share blocks and slot.
+    checksums: of a cache that came from elsewhere, see SequenceStart.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Sequence:
     num_computed: int = 0
     router: str = ""
     branches: list[Sequence] = dataclasses.field(default_factory=list)
+    checksums: list[dict[str, int]] = dataclasses.field(default_factory=list)
 
     def append(self, token_id: int, *, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Add an output token; return why the sequence is over, None if it goes on."""

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from engine.cache import KVCache
 from engine.plan import (
     CancelPush,
     ConnectPeer,
@@ -23,11 +24,12 @@ from engine.plan import (
     PushPlan,
     RankMessage,
 )
-from kv_transfer.landing import Endpoint, PoolAddress, decode_endpoint
-from kv_transfer.layout import KVLayout
+from kv_transfer.checksum import MODULUS, units_checksum
+from kv_transfer.landing import Endpoint, decode_endpoint
+from kv_transfer.link_test import Candidate, Link, LinksItself, establish
 from kv_transfer.plan import plan_push, source_rank_for
 from kv_transfer.transport import KvTransport, TransferError
-from kv_transfer.warm import warm
+from kv_transfer.warm import SCRATCH_POOL
 from kv_transfer.writer import Writer, WriterEvent
 
 log = logging.getLogger(__name__)
@@ -45,22 +47,28 @@ class Transfers:
     def __init__(
         self,
         transport: KvTransport,
-        pools: list[PoolAddress],
+        cache: KVCache,
         *,
-        layout: KVLayout,
         rank: int,
         num_ranks: int,
         generation: int,
         timeout_s: float,
+        allow_tcp: bool,
         emit: Callable[[RankMessage], None],
     ) -> None:
-        self._transport, self._layout = transport, layout
-        self._rank, self._num_ranks, self._emit = rank, num_ranks, emit
-        self.endpoint = transport.register(pools, generation=generation, rank=rank)
+        self._transport, self._cache = transport, cache
+        self._rank, self._num_ranks, self._allow_tcp, self._emit = rank, num_ranks, allow_tcp, emit
+        self.endpoint = transport.register(cache.pool_addresses(), generation=generation, rank=rank)
         self._writer = Writer(
-            transport, layout=layout, generation=generation, rank=rank, num_ranks=num_ranks, min_deadline_s=timeout_s
+            transport,
+            layout=cache.layout,
+            generation=generation,
+            rank=rank,
+            num_ranks=num_ranks,
+            min_deadline_s=timeout_s,
         )
         self._peers: dict[str, Endpoint] = {}
+        self._checksums: dict[tuple[int, int], dict[str, int]] = {}  # of landings that are not over
 
     @property
     def is_idle(self) -> bool:
@@ -92,7 +100,7 @@ class Transfers:
         landing = order.landing
         self._reconnect(landing.agents)
         plan = plan_push(
-            self._layout,
+            self._cache.layout,
             source_blocks=order.block_ids,
             target_blocks=landing.block_ids,
             first=order.first,
@@ -100,7 +108,26 @@ class Transfers:
             source_slot=order.slot if order.is_last else None,
             target_slot=landing.slot if order.is_last else None,
         )
-        self._writer.push(landing, plan, is_last=order.is_last, first_token=order.first_token, fails=order.fails)
+        self._writer.push(
+            landing,
+            plan,
+            is_last=order.is_last,
+            first_token=order.first_token,
+            checksums=self._add_checksums(order) if order.checksum else None,
+            fails=order.fails,
+        )
+
+    def _add_checksums(self, order: PushPlan) -> dict[str, int]:
+        """Return the checksums of what a landing has been sent so far, `order` included."""
+        sums = self._checksums.setdefault((order.landing.generation, order.landing.key), {})
+        blocks = order.block_ids[order.first : order.last]
+        for group in self._cache.layout.groups:
+            pool, so_far = self._cache.pools[group.name], sums.get(group.name, 0)
+            if group.unit == "block":
+                sums[group.name] = (so_far + units_checksum(pool, blocks, first=order.first)) % MODULUS
+            elif order.is_last:
+                sums[group.name] = units_checksum(pool, [order.slot])
+        return sums
 
     def _reconnect(self, agents: tuple[str, ...]) -> None:
         """Know the peers again that a failed write has disconnected; if one is really gone, the write will tell."""
@@ -112,25 +139,28 @@ class Transfers:
     def _connect(self, peer: Endpoint) -> None:
         if source_rank_for(peer.rank, self._num_ranks) != self._rank:
             return  # another rank writes to it
-        lane, microseconds, error = "", 0.0, ""
+        link, error = Link("", "", 0.0, 0.0, 0.0, 0.0), ""
+        scratch = self._cache.pools[SCRATCH_POOL]
         try:
-            self._transport.connect(peer)
+            if isinstance(self._transport, LinksItself):
+                link = self._transport.link(peer, scratch=scratch, allow_tcp=self._allow_tcp, timeout_s=_WARM_TIMEOUT_S)
+            else:
+                link = establish(
+                    [Candidate(self._transport, self.endpoint, peer)],
+                    scratch=scratch,
+                    allow_tcp=self._allow_tcp,
+                    timeout_s=_WARM_TIMEOUT_S,
+                )
             self._peers[peer.agent] = peer
-            lane, microseconds = warm(self._transport, peer.agent, timeout_s=_WARM_TIMEOUT_S)
         except TransferError as e:
             error = str(e)
         self._emit(
-            PeerLinked(
-                rank=self._rank,
-                agent=peer.agent,
-                generation=peer.generation,
-                lane=lane,
-                warmup_us=microseconds,
-                error=error,
-            )
+            PeerLinked(rank=self._rank, agent=peer.agent, generation=peer.generation, error=error, **link._asdict())
         )
 
     def _report(self, event: WriterEvent) -> None:
+        if event.status != "done" or event.is_last:
+            self._checksums.pop((event.generation, event.key), None)
         self._emit(
             PushDone(
                 rank=self._rank,

@@ -61,11 +61,12 @@ class Landing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupManifest(msgspec.Struct, frozen=True, array_like=True):
-    """What must have arrived of one cache group."""
+    """What must have arrived of one cache group. checksum: of its units (kv_transfer.checksum), if one was taken."""
 
     name: str
     num_units: int
     num_bytes: int
+    checksum: int | None = None
 
 
 class Notification(msgspec.Struct, frozen=True, kw_only=True):

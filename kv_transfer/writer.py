@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
@@ -59,6 +59,7 @@ class _Push:
     plan: TransferPlan
     is_last: bool
     first_token: int
+    checksums: Mapping[str, int]
     fails: bool
 
 
@@ -148,12 +149,14 @@ class Writer:
         *,
         is_last: bool = False,
         first_token: int = -1,
+        checksums: Mapping[str, int] | None = None,
         fails: bool = False,
     ) -> None:
         """Queue a write into a landing, to each destination of this rank. The answer comes from `pump`.
 
         The plan may touch whole units of this landing only. With is_last it must complete the landing: every block
         of the prompt in every group, and the state record; the notification carries manifest and first token.
+        checksums: with is_last, of the whole landing by group, for the receiver to compare.
         fails: a test seam: the transport's call raises.
         """
         key = (landing.generation, landing.key)
@@ -166,7 +169,7 @@ class Writer:
             self._emit(landing, "failed", is_last=is_last, error=f"push refused: landing {landing.key} {refusal}")
             return
         course = self._open.setdefault(key, self._course(landing))
-        course.queue.append(_Push(plan, is_last, first_token, fails))
+        course.queue.append(_Push(plan, is_last, first_token, checksums or {}, fails))
 
     def cancel(self, landing: Landing) -> None:
         """Start nothing more for a landing; when nothing is under way, say drained to its destinations.
@@ -320,7 +323,10 @@ class Writer:
             self._notification(course.landing, "last"),
             first_token=push.first_token,
             num_tokens=course.landing.num_tokens,
-            manifest=course.coverage.counts_with(push.plan),
+            manifest=tuple(
+                msgspec.structs.replace(counted, checksum=push.checksums.get(counted.name))
+                for counted in course.coverage.counts_with(push.plan)
+            ),
         )
 
     def _bytes_under_way(self, agent: str) -> int:

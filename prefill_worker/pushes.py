@@ -26,6 +26,7 @@ class Push:
     landing: Landing
     request_id: str
     ranks_left: set[int]
+    has_checksum: bool = False
     num_pushed: int = 0
     has_started: bool = False
     is_last_sent: bool = False
@@ -55,9 +56,9 @@ class PushTable:
     def of_request(self, request_id: str) -> Push | None:
         return next((p for p in self._pushes.values() if p.request_id == request_id), None)
 
-    def open(self, sequence: Sequence, landing: Landing, request_id: str) -> Push:
+    def open(self, sequence: Sequence, landing: Landing, request_id: str, *, checksum: bool = False) -> Push:
         """Begin; nothing is written yet."""
-        push = Push(sequence, landing, request_id, ranks_left=set(range(self._num_ranks)))
+        push = Push(sequence, landing, request_id, ranks_left=set(range(self._num_ranks)), has_checksum=checksum)
         self._pushes[landing.generation, landing.key] = push
         return push
 
@@ -111,6 +112,7 @@ class PushTable:
             last=last,
             is_last=is_last,
             first_token=first_token,
+            checksum=push.has_checksum,
         )
 
     def _close(self, push: Push) -> None:

@@ -170,8 +170,11 @@ class PrefillWorker:
         sequence.branches = sequences[1:]
         self._next_seq += len(sequences)
         self._held.add(sequence.seq)
+        checksum = request.checksum or self._config.kv_checksum
         answers = [
-            _Answer(s, None if landing is None else self._pushes.open(sequence, landing, s.request_id))
+            _Answer(
+                s, None if landing is None else self._pushes.open(sequence, landing, s.request_id, checksum=checksum)
+            )
             for s, landing in zip(sequences, landings, strict=True)
         ]
         prefill = _Prefill(sequence, answers, on_result, now, now + request.timeout_s)
@@ -474,12 +477,15 @@ class PrefillWorker:
                 link.on_result(errors.TransferFailed(f"rank {message.rank} to {message.agent}: {message.error}"))
             elif not link.waiting:
                 self._links.remove(link)
-                lanes = sorted({r.lane for r in link.replies})
+                replies = link.replies
                 link.on_result(
                     LinkReply(
-                        transport=self._config.transport,
-                        lane="+".join(lanes),
-                        warmup_us=max(r.warmup_us for r in link.replies),
+                        transport="+".join(sorted({r.transport for r in replies})),
+                        lane="+".join(sorted({r.lane for r in replies})),
+                        warmup_us=max(r.warmup_us for r in replies),
+                        latency_us=max(r.latency_us for r in replies),
+                        gb_per_s=min(r.gb_per_s for r in replies),
+                        copy_gb_per_s=min(r.copy_gb_per_s for r in replies),
                     )
                 )
 

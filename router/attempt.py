@@ -61,6 +61,7 @@ class Attempt:
 
     prompt_token_ids: prompt and the tokens already emitted, the last `num_prior_outputs` of them.
     spawn: runs a coroutine that outlives the request, and keeps it until it is done.
+    checksum: what lands is compared with what was sent.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Attempt:
         timeouts: Timeouts,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_abort_lost: Callable[[], None],
+        checksum: bool = False,
     ) -> None:
         self.pair = pair
         self.request_id = request_id
@@ -87,6 +89,7 @@ class Attempt:
         self._timeouts = timeouts
         self._spawn = spawn
         self._on_abort_lost = on_abort_lost
+        self._checksum = checksum
         self._generations = pair.generations
         self._stage = "new"
         self._needs_decode = sampling.max_tokens - num_prior_outputs > 1
@@ -213,6 +216,7 @@ class Attempt:
             prompt_token_ids=self._prompt,
             sampling=self._sampling,
             landing=self._landing,
+            checksum=self._checksum,
             num_prior_outputs=self._num_prior,
             timeout_s=self._timeouts.prefill_s,
             branches=[

@@ -34,7 +34,6 @@ log = logging.getLogger("isthmus.router")
 UNREADY_GRACE_S = 1.0
 CAPACITY_POLL_S = 0.5
 MAX_EVICTIONS = 8
-WARM_UP_TOKENS = 9
 CLOSE_TIMEOUT_S = 5.0
 
 # Failures that another try may mend. "no_capacity" while running means that decode had to evict the request.
@@ -46,6 +45,7 @@ LINK_FAULTS = frozenset({"stale_generation", "fingerprint_mismatch"})
 class RequestRecord:
     """One request from acceptance to its end. Times are of time.monotonic.
 
+    is_canary: it is the router's own; what lands of it is compared with what was sent.
     num_attempts: names them, so it never falls.   is_admitted: it has had its turn in the queue.
     num_resumes: how often it went on with another attempt after tokens had been emitted.
     """
@@ -60,6 +60,7 @@ class RequestRecord:
     is_admitted: bool = False
     num_resumes: int = 0
     queue_s: float = 0.0
+    is_canary: bool = False
 
     @property
     def owner(self) -> str:
@@ -162,12 +163,18 @@ class Dispatcher:
             del self.records[record.request_id]
 
     async def warm_up(self, pair: Pair) -> None:
-        """Send one short request through `pair`, end to end. Raises WorkerError if it does not come back right."""
+        """Send a canary through `pair`, end to end. Raises WorkerError if it does not come back right.
+
+        It fills a whole block and begins another, so that every group of the cache carries rows, and its tokens are
+        random: a write that went nowhere can't be mistaken for the rows of an earlier one.
+        """
         limits = self._registry.limits()
         assert limits is not None
-        prompt = [random.randrange(limits.vocab_size) for _ in range(min(WARM_UP_TOKENS, limits.max_model_len - 2))]
+        prompt = [
+            random.randrange(limits.vocab_size) for _ in range(min(limits.block_tokens, limits.max_model_len - 3) + 1)
+        ]
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        record = RequestRecord(f"warm-{next(self._numbers)}", prompt, sampling)
+        record = RequestRecord(f"warm-{next(self._numbers)}", prompt, sampling, is_canary=True)
         attempt = self._attempt(pair, record)
         try:
             await attempt.reserve()
@@ -294,6 +301,7 @@ class Dispatcher:
             timeouts=self._timeouts,
             spawn=self._spawn,
             on_abort_lost=self._metrics.aborts_lost.inc,
+            checksum=record.is_canary,
         )
 
     async def _run(self, attempt: Attempt, record: RequestRecord) -> AsyncGenerator[Tokens, None]:

@@ -158,12 +158,14 @@ class PrefillRequest(Message, frozen=True, kw_only=True):
     """Compute the prompt, sample one token, push the cache into `landing`; the same for every one of `branches`.
 
     landing None: the answer ends with its first token (max_tokens 1), so there is nothing to push.
+    checksum: compare what lands with what was sent, byte for byte, even if the worker is not told to do so always.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     landing: bytes | None = None
+    checksum: bool = False
     num_prior_outputs: int = 0
     timeout_s: float = 600.0
     branches: list[PrefillBranch] = []
@@ -246,11 +248,18 @@ class LinkRequest(Message, frozen=True, kw_only=True):
 
 
 class LinkReply(Message, frozen=True, kw_only=True):
-    """transport: "nixl", "local", ...; lane: what the bytes really travel on ("cma", "tcp", "cuda_ipc", ...)."""
+    """transport: "nixl", "host", ...; lane: what the bytes really travel on ("cma", "tcp", "cuda_ipc", ...).
+
+    Of the slowest rank: warmup_us, the first write; latency_us, a small write; gb_per_s, a large one, beside
+    copy_gb_per_s of a local copy.
+    """
 
     transport: str
     lane: str
     warmup_us: float = 0.0
+    latency_us: float = 0.0
+    gb_per_s: float = 0.0
+    copy_gb_per_s: float = 0.0
 
 
 # ---------------------------------------------------------------- what a worker says of itself
@@ -305,6 +314,7 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     transfer_bytes: int = 0
     transfer_pieces: int = 0
     transfer_failures: int = 0
+    checksum_failures: int = 0
     stale_messages: int = 0
 
 

@@ -314,7 +314,7 @@ class Registry:
                 try:
                     if pair.linked != generations:
                         reply = await pair.prefill.client.link(_link_request(pair), timeout_s=LINK_TIMEOUT_S)
-                        pair.transport, pair.lane = reply.transport, reply.lane
+                        pair.learn(reply)
                         pair.linked = generations
                     await self._warm_up(pair)
                 except WorkerError as error:

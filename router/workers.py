@@ -12,7 +12,7 @@ import msgspec
 
 from router.client import WorkerClient
 from router.inbox import Inbox
-from router.protocol import AbortRequest, Fingerprints, WorkerInfo, WorkerRole, WorkerStats
+from router.protocol import AbortRequest, Fingerprints, LinkReply, WorkerInfo, WorkerRole, WorkerStats
 
 PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
 
@@ -80,6 +80,7 @@ class Pair:
         self.decode = decode
         self.linked = self.warmed = (0, 0)
         self.transport = self.lane = ""
+        self.link: dict[str, float] = {}  # what the link test has measured
         self.reason = ""
         self.task: asyncio.Task[None] | None = None
 
@@ -114,6 +115,12 @@ class Pair:
             return "warming"
         return "ready"
 
+    def learn(self, reply: LinkReply) -> None:
+        """Take in what the prefill worker says of its link to the decode worker."""
+        self.transport, self.lane = reply.transport, reply.lane
+        names = ("warmup_us", "latency_us", "gb_per_s", "copy_gb_per_s")
+        self.link = {name: round(getattr(reply, name), 2) for name in names}
+
     def describe(self) -> dict[str, Any]:
         """Return its entry in /topology."""
         name = [w.info.id if w.info else w.url for w in (self.prefill, self.decode)]
@@ -124,6 +131,7 @@ class Pair:
             "state": self.state,
             "transport": self.transport,
             "lane": self.lane,
+            "link": self.link,
             "reason": reason,
         }
 

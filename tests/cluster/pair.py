@@ -23,6 +23,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.transfers import Transfers
 from kv_transfer import landing as kv_landing
+from kv_transfer.link_test import LINK_WORD
 from kv_transfer.local_transport import LocalRegistry, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
 from prefill_worker.worker import PrefillWorker
@@ -63,7 +64,7 @@ class Group:
     def __init__(self, config, generation, num_ranks=1):
         model = load_config(config.model)
         self.config, self.plan, self.generation = config, plan_memory(config, model), generation
-        self.runners = [self._runner() for _ in range(num_ranks)]
+        self.runners = [self._runner(rank) for rank in range(num_ranks)]
         self.runner = self.runners[0]
         self.common = dict(vocab_size=model.vocab_size, eos_token_ids=frozenset(model.eos_token_ids), send=self.send)
         self.to_rank = collections.deque()
@@ -73,8 +74,8 @@ class Group:
         self.num_prompt_tokens = 0
         self.runner.on_logits = self._keep
 
-    def _runner(self):
-        runner = ModelRunner(self.config, num_blocks=self.plan.num_blocks, num_slots=self.plan.num_slots)
+    def _runner(self, rank):
+        runner = ModelRunner(self.config, num_blocks=self.plan.num_blocks, num_slots=self.plan.num_slots, rank=rank)
         runner.load()
         return runner
 
@@ -145,12 +146,12 @@ class PrefillGroup(Group):
         self.worker = PrefillWorker(config, self.plan, say_drained=self.told_over_http.append, **self.common)
         self.transfers = Transfers(
             transport,
-            self.runner.cache.pool_addresses(),
-            layout=self.plan.layout,
+            self.runner.cache,
             rank=0,
             num_ranks=1,
             generation=generation,
             timeout_s=60.0,  # of one write: a machine under load must not look like a broken lane
+            allow_tcp=True,
             emit=self.emit,
         )
         self.pump = self.transfers.pump
@@ -183,7 +184,8 @@ class DecodeGroup(Group):
     def pump(self):
         for rank, transport in enumerate(self.transports):
             for agent, notification in transport.poll():
-                self.emit(messages.Arrived(rank=rank, agent=agent, notification=notification))
+                if notification != LINK_WORD:
+                    self.emit(messages.Arrived(rank=rank, agent=agent, notification=notification))
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,7 @@ def configured(**values: object) -> EngineConfig:
 
 
 def test_local_is_refused_by_name_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"transport = 'local' \(YAML\): works inside one process only.*wanted nixl"):
+    with pytest.raises(ConfigError, match=r"transport = 'local' \(YAML\): works inside one process only.*wanted auto, nixl"):
         configured(transport="local")
 
 
@@ -24,6 +24,6 @@ def test_ucxx_is_refused_for_device_memory() -> None:
         configured(transport="ucxx", device="cuda")
 
 
-@pytest.mark.parametrize("name", ["nixl", "ucxx"])
+@pytest.mark.parametrize("name", ["auto", "nixl", "host", "ucxx"])
 def test_transports_between_processes_are_accepted(name: str) -> None:
     assert configured(transport=name).transport == name

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.cache import KVCache
+from engine.cache import SCRATCH_BYTES, KVCache
 from engine.model.config import load_config
 from engine.model.layout import build_layout
 
@@ -61,7 +61,7 @@ def test_poison_makes_every_row_nan(cache):
 def test_a_unit_is_one_contiguous_range_at_the_told_address(cache):
     pools = {p.name: p for p in cache.pool_addresses()}
     assert list(pools) == [*(g.name for g in cache.layout.groups), "scratch"]
-    assert pools["scratch"].num_units * pools["scratch"].unit_bytes == 4096
+    assert pools["scratch"].num_units * pools["scratch"].unit_bytes == SCRATCH_BYTES
     for group in cache.layout.groups:
         pool = pools[group.name]
         assert pool.unit_bytes == group.unit_bytes

@@ -1,0 +1,168 @@
+"""Link test: what a pair of ranks is linked by, measured when they meet and before anybody's cache depends on it.
+
+The lane as the transport names it, the time of a small write, and the bandwidth of a large one beside a copy of the
+same bytes in this rank's own memory. A lane that fell to TCP between processes of one host is a fault, no success.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kv_transfer.landing import Endpoint
+from kv_transfer.locality import is_same_host
+from kv_transfer.plan import Piece, TransferPlan
+from kv_transfer.transport import KvTransport, TransferError, TransferStatus
+from kv_transfer.warm import SCRATCH_BYTES, SCRATCH_POOL, warm
+
+logger = logging.getLogger(__name__)
+
+LINK_WORD = b"link"
+"""A notification that means: writes come now, look often. It says nothing of any request."""
+
+_NAP_S = 0.00005
+_LATENCY_WRITES = 5
+_BANDWIDTH_WRITES = 3
+
+
+# NIXL needs one copy where the host lane needs two. It must fall below both bounds to be given up.
+_POOR_SHARE = 0.25
+_CLEARLY_BETTER = 1.5
+
+
+class Candidate(NamedTuple):
+    """A transport that could link two ranks, with both endpoints."""
+
+    transport: KvTransport
+    own: Endpoint
+    peer: Endpoint
+
+
+class Link(NamedTuple):
+    """transport, lane: what carries bulk data.   warmup_us: the first write, which sets the connection up.
+
+    latency_us: median of writes of 4 KiB, from post to end.   gb_per_s: best of writes of the whole scratch pool;
+    copy_gb_per_s: the same bytes copied within this rank's memory.
+    """
+
+    transport: str
+    lane: str
+    warmup_us: float
+    latency_us: float
+    gb_per_s: float
+    copy_gb_per_s: float
+
+
+@runtime_checkable
+class LinksItself(Protocol):
+    """A transport made of several, which calls `establish` with them by itself."""
+
+    def link(self, peer: Endpoint, *, scratch: Tensor, allow_tcp: bool, timeout_s: float) -> Link: ...
+
+
+def establish(candidates: list[Candidate], *, scratch: Tensor, allow_tcp: bool, timeout_s: float) -> Link:
+    """Connect by the first candidate that will do, else by the best, and return what it measured.
+
+    One will do if it is no TCP lane inside a host and reaches a fair share of a plain copy. Of the others, which are
+    disconnected again, a TCP lane is taken only if allow_tcp. Raises TransferError, with every cause, if none is left.
+    """
+    links: list[tuple[Link, Candidate]] = []
+    causes: list[str] = []
+    for candidate in candidates:
+        transport, own, peer = candidate
+        try:
+            transport.connect(peer)
+            link = measure(transport, peer, scratch=scratch, timeout_s=timeout_s)
+        except TransferError as error:
+            causes.append(str(error))
+            continue
+        problem = refusal(link, own, peer)
+        if problem:
+            causes.append(problem)
+        if problem and not allow_tcp:
+            transport.disconnect(peer.agent)
+            continue
+        links.append((link, candidate))
+        if not problem and link.gb_per_s >= _POOR_SHARE * link.copy_gb_per_s:
+            break
+    if not links:
+        raise TransferError("; ".join(causes))
+    best, kept = links[0]
+    for link, candidate in links[1:]:
+        if link.gb_per_s >= _CLEARLY_BETTER * best.gb_per_s:
+            best, kept = link, candidate
+    for _, candidate in links:
+        if candidate is not kept:
+            candidate.transport.disconnect(candidate.peer.agent)
+    for cause in causes:
+        logger.warning("%s is linked over %s instead: %s", kept.peer.agent, best.transport, cause)
+    return best
+
+
+def measure(transport: KvTransport, peer: Endpoint, *, scratch: Tensor, timeout_s: float = 10.0) -> Link:
+    """Warm the connection to `peer`, which must be connected, and measure it; blocks for some milliseconds.
+
+    scratch: this rank's own scratch pool, of which as much is written as fits into the peer's. The peer must poll
+    meanwhile. Raises TransferError on failure or time-out; the peer is disconnected then.
+    """
+    agent = peer.agent
+    warmth = warm(transport, agent, timeout_s=timeout_s)
+    transport.notify(agent, LINK_WORD)
+    there = peer.pool(SCRATCH_POOL)
+    size = min(scratch.numel(), there.unit_bytes * there.num_units)
+    small = sorted(_write(transport, agent, SCRATCH_BYTES, timeout_s) for _ in range(_LATENCY_WRITES))
+    large = min(_write(transport, agent, size, timeout_s) for _ in range(_BANDWIDTH_WRITES))
+    copy = min(_copy(scratch.view(-1)[:size]) for _ in range(_BANDWIDTH_WRITES))
+    return Link(
+        transport=transport.name,
+        lane=warmth.lane,
+        warmup_us=warmth.microseconds,
+        latency_us=small[len(small) // 2] * 1e6,
+        gb_per_s=size / large / 1e9,
+        copy_gb_per_s=size / copy / 1e9,
+    )
+
+
+def refusal(link: Link, own: Endpoint, peer: Endpoint) -> str:
+    """Return why a link must not serve unless the user allows it, "" if it may."""
+    if "tcp" not in link.lane.split("+") or not is_same_host(own, peer):
+        return ""
+    return (
+        f"{link.transport} to {peer.agent} travels over TCP ({link.gb_per_s:.1f} GB/s; a local copy makes "
+        f"{link.copy_gb_per_s:.1f}) although both are on this host. Unset UCX_TLS; run both as one user who may use "
+        "process_vm_writev (kernel.yama.ptrace_scope 0; in containers one pid and ipc namespace and SYS_PTRACE); or "
+        "take --transport host, which needs none of this, or auto; or allow it with --allow-tcp"
+    )
+
+
+def _write(transport: KvTransport, agent: str, size: int, timeout_s: float) -> float:
+    """Write `size` bytes into the peer's scratch pool; return the seconds until the write has ended."""
+    started = time.perf_counter()
+    transfer = transport.write(agent, TransferPlan((Piece(SCRATCH_POOL, 0, 0, size),)))
+    while (status := transport.check(transfer)) is TransferStatus.PENDING:
+        if time.perf_counter() - started > timeout_s:
+            transport.disconnect(agent)
+            raise TransferError(f"{agent} did not take {size} bytes within {timeout_s} s: is its process running?")
+        time.sleep(_NAP_S)
+    if status is TransferStatus.FAILED:
+        raise TransferError(f"test write to {agent} failed: {transfer.error}")
+    return time.perf_counter() - started
+
+
+def _copy(source: Tensor) -> float:
+    target = torch.empty_like(source)
+    target.zero_()  # else the first copy would pay for the pages
+    _synchronize(source)
+    started = time.perf_counter()
+    target.copy_(source)
+    _synchronize(source)
+    return time.perf_counter() - started
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
