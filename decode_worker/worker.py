@@ -22,6 +22,7 @@ from engine.scheduler import Progress, Scheduler
 from engine.seams import Seams
 from engine.sequence import Sequence
 from kv_transfer.landing import Landing, decode_endpoint, decode_notification
+from kv_transfer.locality import host_id
 from router.protocol import (
     AbortReply,
     AbortRequest,
@@ -77,7 +78,8 @@ class DecodeWorker:
         self._outputs: list[SequenceOutput] = []
         self._next_seq = 1
         self._pump_hint = 0
-        self._num_steps = self._num_output_tokens = self._num_corrupt = 0
+        self._num_steps = self._num_output_tokens = self._num_corrupt = self._num_handovers = 0
+        self._arrival_seconds = 0.0
 
     # ------------------------------------------------------------ commands
 
@@ -142,7 +144,12 @@ class DecodeWorker:
             log.warning("rank %d got a notification from %s that is none of ours: %s", message.rank, message.agent, e)
             self.landings.num_stale += 1
             return
-        self._on_outcome(self.landings.on_notification(message.rank, word))
+        outcome = self.landings.on_notification(message.rank, word)
+        if isinstance(outcome, Landed):
+            self._num_handovers += 1
+            if word.sent_by == host_id():
+                self._arrival_seconds += message.at - word.sent_at
+        self._on_outcome(outcome)
 
     def tick(self, now: float) -> None:
         for failure in self.landings.expire(now):
@@ -182,6 +189,8 @@ class DecodeWorker:
             num_steps=self._num_steps,
             steps_without_memory=self._scheduler.num_delays,
             output_tokens=self._num_output_tokens,
+            arrival_seconds=self._arrival_seconds,
+            handovers=self._num_handovers,
             transfer_failures=self.landings.num_failures,
             checksum_failures=self._num_corrupt,
             stale_messages=self.landings.num_stale,

@@ -88,7 +88,7 @@ class ArrivalThread:
                 if word == LINK_WORD:
                     alert_until = time.monotonic() + _ALERT_S
                 else:
-                    self._emit(Arrived(rank=self._rank, agent=agent, notification=word))
+                    self._emit(Arrived(rank=self._rank, agent=agent, notification=word, at=time.monotonic()))
             if self._open_landings or time.monotonic() < alert_until:
                 time.sleep(_BUSY_NAP_S)
             elif self._wake.wait(_IDLE_NAP_S):

@@ -169,6 +169,7 @@ class PushDone(PlanMessage, frozen=True, kw_only=True):
     """One push ended, or, with drained, the landing will never be written again by this rank.
 
     status "undelivered": the drained word could not be sent, the leader must say it by HTTP.
+    Times and cause: see kv_transfer.writer.WriterEvent.
     """
 
     rank: int
@@ -179,7 +180,10 @@ class PushDone(PlanMessage, frozen=True, kw_only=True):
     num_bytes: int = 0
     num_pieces: int = 0
     seconds: float = 0.0
+    post_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     error: str = ""
+    cause: Literal["", "refused", "peer", "deadline"] = ""
 
 
 class PeerLinked(PlanMessage, frozen=True, kw_only=True):
@@ -198,11 +202,12 @@ class PeerLinked(PlanMessage, frozen=True, kw_only=True):
 
 
 class Arrived(PlanMessage, frozen=True, kw_only=True):
-    """A notification came in at a decode rank: encoded kv_transfer Notification, unread."""
+    """A notification came in at a decode rank: encoded kv_transfer Notification, unread. at: of time.monotonic()."""
 
     rank: int
     agent: str
     notification: bytes
+    at: float = 0.0
 
 
 class RankFailed(PlanMessage, frozen=True, kw_only=True):

@@ -158,9 +158,7 @@ class ModelRunner:
             sent = start.checksums[self._rank].get(group.name)
             landed = units_checksum(self.cache.pools[group.name], units)
             if sent is not None and sent != landed:
-                problem = (
-                    f"{group.name}, {group.unit}s {units}: checksum {landed:016x}, sent {sent:016x}, rank {self._rank}"
-                )
+                problem = f"{group.name}, {group.unit}s {units}: checksum {landed:016x}, sent {sent:016x}"
                 log.error("sequence %d: %s%s", start.seq, CACHE_CORRUPT, problem)
                 return CACHE_CORRUPT + problem
         return ""

@@ -171,7 +171,10 @@ class Transfers:
                 num_bytes=event.num_bytes,
                 num_pieces=event.num_pieces,
                 seconds=event.seconds,
+                post_seconds=event.post_seconds,
+                exposed_seconds=event.exposed_seconds,
                 error=event.error,
+                cause=event.cause,
             )
         )
 

@@ -74,6 +74,7 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True):
 
     kind "last": rides on the final write; all earlier ones have completed. Carries the first token and
     the manifest. It also means drained.   kind "drained": nothing more will be written, the landing is void.
+    sent_at: time.monotonic() when the final write was posted, on the host `sent_by` (locality.host_id).
     """
 
     kind: Literal["last", "drained"]
@@ -84,6 +85,8 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int = -1
     num_tokens: int = 0
     manifest: tuple[GroupManifest, ...] = ()
+    sent_at: float = 0.0
+    sent_by: str = ""
 
 
 def encode(message: Landing | Endpoint | Notification) -> bytes:

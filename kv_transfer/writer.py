@@ -28,10 +28,12 @@ import msgspec
 from kv_transfer.coverage import Coverage
 from kv_transfer.landing import Landing, Notification, encode
 from kv_transfer.layout import KVLayout
+from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan, destinations_of
 from kv_transfer.transport import KvTransport, Transfer, TransferError, TransferStatus
 
 EventStatus = Literal["done", "failed", "drained", "undelivered"]
+FailureCause = Literal["", "refused", "peer", "deadline"]
 _MEASURABLE_BYTES = 1 << 20
 
 
@@ -41,7 +43,10 @@ class WriterEvent:
 
     Every push is answered by one "done" or "failed". A landing ends with "done" of its last push, or with "drained";
     "undelivered" is a drained whose word could not be sent to every destination: it must be said another way.
-    num_bytes, num_pieces: over all destinations.  seconds: from start to end of the push.
+    num_bytes, num_pieces: over all destinations.  seconds: from start to end of the push, of which post_seconds inside
+    the transport's call; exposed_seconds: from `push` to the end, of the last push of a landing: decode waits for it.
+    cause: of a first failure: the plan was refused, the peer is gone or its lane broke, or a write took too long. What
+    fails behind it has none.
     """
 
     key: int
@@ -51,7 +56,10 @@ class WriterEvent:
     num_bytes: int = 0
     num_pieces: int = 0
     seconds: float = 0.0
+    post_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     error: str = ""
+    cause: FailureCause = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +69,7 @@ class _Push:
     first_token: int
     checksums: Mapping[str, int]
     fails: bool
+    asked: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,6 +91,7 @@ class _Course:
     current: _Push | None = None
     flights: list[_Flight] = dataclasses.field(default_factory=list)
     started: float = 0.0
+    post_seconds: float = 0.0
     num_bytes: int = 0
     num_pieces: int = 0
     error: str = ""
@@ -169,7 +179,7 @@ class Writer:
             self._emit(landing, "failed", is_last=is_last, error=f"push refused: landing {landing.key} {refusal}")
             return
         course = self._open.setdefault(key, self._course(landing))
-        course.queue.append(_Push(plan, is_last, first_token, checksums or {}, fails))
+        course.queue.append(_Push(plan, is_last, first_token, checksums or {}, fails, self._clock()))
 
     def cancel(self, landing: Landing) -> None:
         """Start nothing more for a landing; when nothing is under way, say drained to its destinations.
@@ -217,7 +227,7 @@ class Writer:
         course.started = self._clock()
         course.num_bytes = course.num_pieces = 0
         if problem := course.coverage.problem(push.plan, is_last=push.is_last):
-            self._fail(course, problem)
+            self._fail(course, problem, "refused")
             return
         message = encode(self._last_notification(course, push)) if push.is_last else b""
         for agent in course.destinations:
@@ -226,7 +236,7 @@ class Writer:
                     raise TransferError(f"write to {agent}: a test asked it to fail")
                 transfer = self._transport.write(agent, push.plan, message)
             except TransferError as error:
-                self._fail(course, str(error))
+                self._fail(course, str(error), "peer")
                 return
             course.num_bytes += transfer.num_bytes
             course.num_pieces += transfer.num_pieces
@@ -234,6 +244,7 @@ class Writer:
             allowed = self._deadline_factor * under_way / self._bandwidth.get(agent, self._first_bandwidth)
             deadline = self._clock() + max(self._min_deadline_s, allowed)
             course.flights.append(_Flight(agent, transfer, deadline))
+        course.post_seconds = self._clock() - course.started
 
     def _check_flights(self, course: _Course) -> None:
         """Drop what has ended. What has expired stays: its bytes may still move."""
@@ -242,12 +253,14 @@ class Writer:
             if status is TransferStatus.PENDING:
                 if not flight.is_expired and self._clock() > flight.deadline:
                     flight.is_expired = True
-                    self._fail(course, f"write to {flight.agent} missed its deadline; the peer is disconnected")
+                    self._fail(
+                        course, f"write to {flight.agent} missed its deadline; the peer is disconnected", "deadline"
+                    )
                     self._transport.disconnect(flight.agent)
                 continue
             course.flights.remove(flight)
             if status is TransferStatus.FAILED:
-                self._fail(course, flight.transfer.error)
+                self._fail(course, flight.transfer.error, "peer")
             elif not flight.is_expired:
                 self._measure(flight, self._clock() - course.started)
 
@@ -264,18 +277,20 @@ class Writer:
             num_bytes=course.num_bytes,
             num_pieces=course.num_pieces,
             seconds=self._clock() - course.started,
+            post_seconds=course.post_seconds,
+            exposed_seconds=self._clock() - push.asked if push.is_last else 0.0,
         )
         if push.is_last:
             course.is_complete = True
             self._drop_queue(course, "the landing is complete")
 
-    def _fail(self, course: _Course, error: str) -> None:
+    def _fail(self, course: _Course, error: str, cause: FailureCause) -> None:
         """Void a landing: its first failure answers the push under way, and everything that waits behind it."""
         if course.error:
             return
         course.error = error
         if course.current is not None:
-            self._emit(course.landing, "failed", is_last=course.current.is_last, error=error)
+            self._emit(course.landing, "failed", is_last=course.current.is_last, error=error, cause=cause)
         self._drop_queue(course, f"landing {course.landing.key} has failed: {error}")
 
     def _drop_queue(self, course: _Course, reason: str) -> None:
@@ -323,6 +338,8 @@ class Writer:
             self._notification(course.landing, "last"),
             first_token=push.first_token,
             num_tokens=course.landing.num_tokens,
+            sent_at=self._clock(),
+            sent_by=host_id(),
             manifest=tuple(
                 msgspec.structs.replace(counted, checksum=push.checksums.get(counted.name))
                 for counted in course.coverage.counts_with(push.plan)
@@ -349,7 +366,23 @@ class Writer:
         num_bytes: int = 0,
         num_pieces: int = 0,
         seconds: float = 0.0,
+        post_seconds: float = 0.0,
+        exposed_seconds: float = 0.0,
         error: str = "",
+        cause: FailureCause = "",
     ) -> None:
-        event = WriterEvent(landing.key, landing.generation, status, is_last, num_bytes, num_pieces, seconds, error)
-        self._events.append(event)
+        self._events.append(
+            WriterEvent(
+                key=landing.key,
+                generation=landing.generation,
+                status=status,
+                is_last=is_last,
+                num_bytes=num_bytes,
+                num_pieces=num_pieces,
+                seconds=seconds,
+                post_seconds=post_seconds,
+                exposed_seconds=exposed_seconds,
+                error=error,
+                cause=cause,
+            )
+        )

@@ -11,6 +11,7 @@ Until closed, the sequence's blocks and slot are a source of writes and stay hel
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from engine.plan import CancelPush, PushDone, PushPlan
@@ -36,15 +37,40 @@ class Push:
     error: str = ""
 
 
+@dataclasses.dataclass(slots=True)
+class TransferTotals:
+    """What the ranks have told of all pushes so far. handovers: caches that were handed over whole, per rank."""
+
+    num_bytes: int = 0
+    num_pieces: int = 0
+    seconds: float = 0.0
+    post_seconds: float = 0.0
+    handovers: int = 0
+    exposed_seconds: float = 0.0
+    causes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def failures(self) -> int:
+        return sum(self.causes.values())
+
+    def count(self, message: PushDone) -> None:
+        self.num_bytes += message.num_bytes
+        self.num_pieces += message.num_pieces
+        self.seconds += message.seconds
+        self.post_seconds += message.post_seconds
+        self.exposed_seconds += message.exposed_seconds
+        self.handovers += message.status == "done" and message.is_last
+        if message.cause:
+            self.causes[message.cause] += 1
+
+
 class PushTable:
     """Every push that is not closed."""
 
     def __init__(self, *, num_ranks: int, block_tokens: int) -> None:
         self._num_ranks, self._block_tokens = num_ranks, block_tokens
         self._pushes: dict[tuple[int, int], Push] = {}
-        self.num_bytes = 0
-        self.num_pieces = 0
-        self.num_failures = 0
+        self.totals = TransferTotals()
 
     def __len__(self) -> int:
         return len(self._pushes)
@@ -84,13 +110,11 @@ class PushTable:
 
     def on_done(self, message: PushDone) -> Push | None:
         """Take in a rank's word; return the push if that closed it. push.error tells a failed last write."""
-        self.num_bytes += message.num_bytes
-        self.num_pieces += message.num_pieces
+        self.totals.count(message)
         push = self._pushes.get((message.generation, message.key))
         if push is None:
             return None
         if message.status == "failed":
-            self.num_failures += 1
             push.error = message.error
         if message.status == "undelivered":
             push.is_undelivered = True

@@ -283,6 +283,7 @@ class PrefillWorker:
         return not self._prefills and not len(self._pushes)
 
     def stats(self) -> WorkerStats:
+        totals = self._pushes.totals
         return WorkerStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
@@ -295,9 +296,16 @@ class PrefillWorker:
             steps_without_memory=self._scheduler.num_delays,
             prompt_tokens=self._num_prompt_tokens,
             output_tokens=self._num_output_tokens,
-            transfer_bytes=self._pushes.num_bytes,
-            transfer_pieces=self._pushes.num_pieces,
-            transfer_failures=self._pushes.num_failures,
+            transfer_bytes=totals.num_bytes,
+            transfer_pieces=totals.num_pieces,
+            transfer_seconds=totals.seconds,
+            transfer_post_seconds=totals.post_seconds,
+            transfer_exposed_seconds=totals.exposed_seconds,
+            handovers=totals.handovers,
+            transfer_failures=totals.failures,
+            transfer_refusals=totals.causes["refused"],
+            transfer_timeouts=totals.causes["deadline"],
+            transfer_peer_failures=totals.causes["peer"],
         )
 
     # ------------------------------------------------------------ inner

@@ -297,6 +297,12 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
 
     free_blocks: not held, not quarantined and not promised to a running request's growth.
     steps_without_memory: steps that did not fit into memory, and left out or failed their newest sequences.
+    transfer_seconds: of all writes of the cache, of which transfer_post_seconds in the transport's call, and
+    transfer_exposed_seconds after the first token was there, when nothing hides them any more.
+    handovers: caches handed over whole; per rank at prefill.   arrival_seconds: their sum, at decode, from the post of
+    the last write until it was heard of; prefill on another host is left out.
+    transfer_failures: at prefill, sum of refusals, timeouts and peer failures; at decode, landings that failed.
+    checksum_failures: caches that did not land as they were sent.
     """
 
     num_running: int = 0
@@ -313,7 +319,15 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     output_tokens: int = 0
     transfer_bytes: int = 0
     transfer_pieces: int = 0
+    transfer_seconds: float = 0.0
+    transfer_post_seconds: float = 0.0
+    transfer_exposed_seconds: float = 0.0
+    arrival_seconds: float = 0.0
+    handovers: int = 0
     transfer_failures: int = 0
+    transfer_refusals: int = 0
+    transfer_timeouts: int = 0
+    transfer_peer_failures: int = 0
     checksum_failures: int = 0
     stale_messages: int = 0
 

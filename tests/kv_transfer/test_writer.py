@@ -10,6 +10,7 @@ import pytest
 from kv_transfer.landing import Landing, Notification, decode_notification
 from kv_transfer.layout import KVLayout
 from kv_transfer.local_transport import Gate, LocalTransport
+from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan, manifest, plan_push
 from kv_transfer.writer import Writer, WriterEvent
 
@@ -105,8 +106,34 @@ def test_chunks_land_and_the_last_carries_manifest_and_first_token(rig: Rig) -> 
         first_token=42,
         num_tokens=landing.num_tokens,
         manifest=manifest(rig.layout, landing.num_tokens),
+        sent_at=rig.clock(),
+        sent_by=host_id(),
     )
     assert rig.writer.is_idle and rig.writer.num_open == 0
+
+
+def test_checksums_ride_on_the_last_word_only(rig: Rig) -> None:
+    landing = rig.landing()
+    rig.push(landing, 0, 2)
+    sums = {group.name: number for number, group in enumerate(rig.layout.groups)}
+    plan = rig.plan(landing, 2, 3, with_state=True)
+    rig.writer.push(landing, plan, is_last=True, first_token=42, checksums=sums)
+    assert rig.pump() == ["done", "done"]
+    (word,) = rig.words()
+    assert {group.name: group.checksum for group in word.manifest} == sums
+
+
+def test_what_is_exposed_counts_from_the_order_of_the_last_push(rig: Rig) -> None:
+    landing = rig.landing()
+    rig.gate.hold()
+    rig.push(landing, 0, 2)
+    rig.pump()
+    rig.push_last(landing)
+    rig.clock.now += 0.25
+    rig.gate.open()
+    first, last = rig.writer.pump()
+    assert (first.seconds, first.exposed_seconds) == (0.25, 0.0)
+    assert (last.seconds, last.exposed_seconds) == (0.0, 0.25)
 
 
 def test_the_same_over_nixl(nixl_cluster: Cluster) -> None:
@@ -265,6 +292,7 @@ def test_a_missed_deadline_fails_at_once_but_drains_only_when_the_bytes_have_sto
     rig.clock.now += 0.2
     (event,) = rig.writer.pump()
     assert event.status == "failed" and "deadline" in event.error
+    assert event.cause == "deadline"
     rig.clock.now += 1000
     assert rig.pump() == [] and not rig.writer.is_idle
     rig.gate.open()
@@ -320,6 +348,7 @@ def test_a_plan_into_foreign_blocks_is_never_written(rig: Rig) -> None:
     rig.writer.push(landing, rig.plan(other, 0, 2))
     failed, _ = rig.writer.pump()
     assert "unit 0 of 'csa_kv' does not belong to landing 1" in failed.error
+    assert failed.cause == "refused"
     assert all((array == 0xEE).all() for array in rig.decodes[0].pools.values())
 
 

@@ -34,6 +34,7 @@ def test_topology_shows_pairs_workers_and_ranks(cluster):
             "state": "ready",
             "transport": "local",
             "lane": "memcpy",
+            "link": {"warmup_us": 0.0, "latency_us": 0.0, "gb_per_s": 0.0, "copy_gb_per_s": 0.0},
             "reason": "",
         }
     ]

@@ -20,7 +20,11 @@ def test_warm_up_is_a_whole_request_through_the_pair(make_cluster):
         assert paths[:2] == ["/link", "/prefill"]
         link = cluster.prefills[0].calls[0][1]
         assert (link.endpoints, link.generation) == ([b"endpoint"], cluster.decodes[0].generation)
-        assert cluster.prefills[0].calls[1][1].sampling.max_tokens == 2
+        canary = cluster.prefills[0].calls[1][1]
+        assert canary.sampling.max_tokens == 2
+        # more than a block, so that every group of the cache has rows, and compared where it lands
+        assert len(canary.prompt_token_ids) == cluster.router.registry.limits().block_tokens + 1
+        assert canary.checksum
         cluster.assert_clean()
 
 
