@@ -134,7 +134,8 @@ def _kernels(argv: list[str]) -> int:
 
 @verb(
     "bench",
-    "`bench serve`: load for any server; `bench compare`: two reports; `bench router`, `guides`, `kernels`: parts",
+    "`bench serve`: load for any server; `bench compare`: two reports; `bench router`, `guides`, `kernels`, "
+    "`transfer`: parts",
 )
 def _bench(argv: list[str]) -> int:
     if argv[:1] == ["serve"]:
@@ -149,6 +150,10 @@ def _bench(argv: list[str]) -> int:
         from kernels.bench import main as run_kernels
 
         return run_kernels(argv[1:], prog="isthmus bench kernels")
+    if argv[:1] == ["transfer"]:
+        from kv_transfer.bench import main as run_transfer
+
+        return run_transfer(argv[1:], prog="isthmus bench transfer")
     if argv[:1] == ["router"]:
         from router.bench import main as run_router
 
@@ -161,8 +166,8 @@ def _bench(argv: list[str]) -> int:
         return run_guides(_with_model_folder([*argv[1:], *model]), prog="isthmus bench guides")
     return _usage(
         "bench",
-        "serve --url URL [...] | compare A B | router [...] | guides [...] | kernels --group GROUP [...]      "
-        "(each with --help)",
+        "serve --url URL [...] | compare A B | router [...] | guides [...] | kernels --group GROUP [...] | "
+        "transfer [...]      (each with --help)",
         argv,
     )
 
