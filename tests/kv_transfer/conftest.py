@@ -131,6 +131,10 @@ def require_nixl() -> None:
 
 def require_transport(kind: str) -> Any:
     """Return the class of a transport between processes, or skip the test."""
+    if kind == "host":
+        from kv_transfer.host_transport import HostTransport
+
+        return HostTransport
     if kind == "nixl":
         require_nixl()
         from kv_transfer.nixl_transport import NixlTransport
@@ -154,7 +158,7 @@ def make_cluster(kind: str, layout: KVLayout) -> Iterator[Cluster]:
         side.transport.close()
 
 
-@pytest.fixture(params=["local", "nixl", "ucxx"])
+@pytest.fixture(params=["local", "host", "nixl", "ucxx"])
 def cluster(request: pytest.FixtureRequest, layout: KVLayout) -> Iterator[Cluster]:
     yield from make_cluster(request.param, layout)
 

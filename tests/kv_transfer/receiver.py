@@ -13,6 +13,7 @@ import zlib
 
 import numpy as np
 
+from kv_transfer.host_transport import HostTransport
 from kv_transfer.landing import PoolAddress, encode
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transport import KvTransport
@@ -25,7 +26,7 @@ def main(kind: str, name: str, generation: int, pool_bytes: int) -> None:
         PoolAddress(name=pool, base=array.ctypes.data, unit_bytes=4096, num_units=array.size // 4096)
         for pool, array in arrays.items()
     ]
-    transport: KvTransport = {"nixl": NixlTransport, "ucxx": UcxxTransport}[kind](name)
+    transport: KvTransport = {"host": HostTransport, "nixl": NixlTransport, "ucxx": UcxxTransport}[kind](name)
     endpoint = transport.register(pools, generation=generation, rank=0)
     print(encode(endpoint).hex(), flush=True)
     arrived: list[str] = []

@@ -1,4 +1,4 @@
-"""What every transport must do, over LocalTransport and over two NIXL agents of one process."""
+"""What every transport must do, between two transports of one process."""
 
 from __future__ import annotations
 
@@ -196,13 +196,14 @@ def test_the_first_write_warms_the_lane_and_takes_no_notification(cluster: Clust
     assert cluster.await_messages(prefill, 1) == [b"for prefill"]
 
 
-def test_a_word_before_the_connection_is_set_up_is_refused_not_lost(nixl_cluster: Cluster) -> None:
-    prefill, decode = nixl_cluster.side(1), nixl_cluster.side(None)
+@pytest.mark.parametrize("cluster", ["host", "nixl"], indirect=True)
+def test_a_word_before_the_connection_is_set_up_is_refused_not_lost(cluster: Cluster) -> None:
+    prefill, decode = cluster.side(1), cluster.side(None)
     agent = decode.endpoint.agent
     prefill.transport.connect(decode.endpoint)
     with pytest.raises(TransferError, match="write to it first"):
         prefill.transport.notify(agent, b"lost")
-    nixl_cluster.link(prefill, decode)
+    cluster.link(prefill, decode)
     prefill.transport.notify(agent, b"word")
     until = time.monotonic() + PATIENCE_S
     while not decode.notifications and time.monotonic() < until:  # the sender makes no progress any more

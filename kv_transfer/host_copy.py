@@ -1,0 +1,129 @@
+"""Copier: how bytes get from pools into staging memory and out of it. A copy is started, and later it is done.
+
+DramCopier copies while it starts; VramCopier lets the device copy, on a stream of its own. A copier is made and used on
+one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+from kv_transfer.host_staging import Staging
+
+_UNLOCKED_BYTES = 256 << 10
+"""Copies of this size let go of Python's lock. Getting it back from a thread that computes takes up to 5 ms, so small
+pieces, some microseconds each, keep it; a buffer full of them holds the lock for a fraction of a millisecond."""
+
+Copy = tuple[int, int, int]
+"""Target address, source address, bytes."""
+
+
+class CopyError(Exception):
+    """The device did not copy. The text is the cause."""
+
+
+class Copier(Protocol):
+    def admit(self, staging: Staging) -> None:
+        """Make staging memory fit for copies. Raises CopyError."""
+
+    def dismiss(self, staging: Staging) -> None:
+        """Undo `admit`; no copy may be under way."""
+
+    def start(self, copies: Iterable[Copy]) -> Any:
+        """Start copies and return a ticket for all of them. They are done in the order of the tickets.
+
+        Raises CopyError; then none is under way.
+        """
+
+    def is_done(self, ticket: Any) -> bool:
+        """Raises CopyError if the copies have failed."""
+
+    def wait(self, ticket: Any) -> None:
+        """Sleep until the copies are done. Raises CopyError."""
+
+
+class DramCopier:
+    """Copies on the calling thread."""
+
+    def __init__(self) -> None:
+        self._locked = ctypes.PyDLL(None).memmove
+        self._locked.argtypes, self._locked.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
+    def admit(self, staging: Staging) -> None:
+        pass
+
+    def dismiss(self, staging: Staging) -> None:
+        pass
+
+    def start(self, copies: Iterable[Copy]) -> None:
+        for target, source, size in copies:
+            (ctypes.memmove if size >= _UNLOCKED_BYTES else self._locked)(target, source, size)
+
+    def is_done(self, ticket: None) -> bool:
+        return True
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+
+class VramCopier:
+    """Has one CUDA device copy, between its memory and staging memory that is pinned for it.
+
+    The driver's own call is used, by address: a torch tensor per piece costs several times as much and lets go of
+    Python's lock each time. Raises CopyError if the device can't be used.
+    """
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        try:
+            self._cuda.set_device(device)
+            self._stream = self._cuda.Stream(device)
+            self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
+        except (RuntimeError, AssertionError, OSError) as error:
+            raise CopyError(f"CUDA device {device}: {error}") from error
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy.restype = ctypes.c_int
+
+    def admit(self, staging: Staging) -> None:
+        code = int(self._cuda.cudart().cudaHostRegister(staging.address(0), staging.num_bytes, 0))
+        if code:
+            raise CopyError(f"{staging.num_bytes} bytes of staging memory can't be pinned: CUDA error {code}")
+
+    def dismiss(self, staging: Staging) -> None:
+        self._cuda.cudart().cudaHostUnregister(staging.address(0))
+
+    def start(self, copies: Iterable[Copy]) -> Any:
+        for target, source, size in copies:
+            if code := self._copy(target, source, size, self._stream.cuda_stream):
+                self._settle()
+                raise CopyError(f"copy of {size} bytes: CUDA error {code}")
+        event = self._cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def is_done(self, ticket: Any) -> bool:
+        try:
+            return bool(ticket.query())
+        except RuntimeError as error:
+            raise CopyError(str(error)) from error
+
+    def wait(self, ticket: Any) -> None:
+        try:
+            ticket.synchronize()
+        except RuntimeError as error:
+            raise CopyError(str(error)) from error
+
+    def _settle(self) -> None:
+        """Wait for what was started; a device that can't even do that does not copy either."""
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise CopyError(str(error)) from error
+
+
+def make_copier(memory: Literal["DRAM", "VRAM"], device: int) -> Copier:
+    return DramCopier() if memory == "DRAM" else VramCopier(device)
