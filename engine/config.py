@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ranks: int = 1
     device: Device = "cpu"
     threads: int = 1
-    transport: TransportName = "nixl"
+    transport: TransportName = "auto"
     numa_node: int = -1
     cpus: str = ""
     host: str = "127.0.0.1"

@@ -132,10 +132,10 @@ def refusal(link: Link, own: Endpoint, peer: Endpoint) -> str:
     if "tcp" not in link.lane.split("+") or not is_same_host(own, peer):
         return ""
     return (
-        f"{link.transport} to {peer.agent} travels over TCP ({link.gb_per_s:.1f} GB/s; a local copy makes "
-        f"{link.copy_gb_per_s:.1f}) although both are on this host. Unset UCX_TLS; run both as one user who may use "
-        "process_vm_writev (kernel.yama.ptrace_scope 0; in containers one pid and ipc namespace and SYS_PTRACE); or "
-        "take --transport host, which needs none of this, or auto; or allow it with --allow-tcp"
+        f"{link.transport} to {peer.agent} travels over TCP although both are on this host, at a fraction of the speed. "
+        "Unset UCX_TLS; run both as one user who may use process_vm_writev (kernel.yama.ptrace_scope 0; in containers "
+        "one pid and ipc namespace and SYS_PTRACE); or take --transport host, which needs none of this, or auto; or "
+        "allow it with --allow-tcp"
     )
 
 

@@ -35,7 +35,6 @@ block_size: 128
 max_num_batched_tokens: 128
 max_num_seqs: 8
 kv_cache_memory_gib: 0.06
-transport: nixl
 pool_poison: true
 test_seams: true
 prefill: {prefill}
@@ -45,11 +44,15 @@ supervisor: {{max_restarts: 1000, restart_window_s: 5}}
 """
 
 
-def write_config(folder: Path, model: Path, *, prefill: int = 1, decode: int = 1, logits_log: str = "") -> Path:
-    """Write a cluster's YAML: chunks and blocks of 128 tokens, seams open, restarts without number."""
+def write_config(
+    folder: Path, model: Path, *, prefill: int = 1, decode: int = 1, logits_log: str = "", **more: Any
+) -> Path:
+    """Write a cluster's YAML: chunks and blocks of 128 tokens, seams open, restarts without number. more: settings."""
     path = folder / "cluster.yaml"
     groups = {role: json.dumps([{}] * count) for role, count in (("prefill", prefill), ("decode", decode))}
-    path.write_text(f"model: {model}\nlogits_log: {json.dumps(logits_log)}\n" + YAML.format(**groups))
+    settings = {"model": str(model), "logits_log": logits_log, "transport": "nixl", **more}
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in settings.items()]
+    path.write_text("".join(lines) + YAML.format(**groups))
     return path
 
 

@@ -99,11 +99,24 @@ SAMPLES = {
 }
 
 
+# Over ucxx UCX takes TCP inside a host too, which has to be allowed.
+LANES: dict[str, dict[str, Any]] = {"nixl": {}, "host": {}, "ucxx": {"allow_tcp": True}}
+# of the samples, those that strike while bytes move
+SAMPLES_OF_OTHER_LANES = ("kill-prefill-at-kv_mid", "stop-decode-at-kv_notified_before_first_token")
+
+
 def parameters() -> list[Any]:
     return [
-        pytest.param(case, id=case.id, marks=[] if SAMPLES[case.role, case.how] == case.point else pytest.mark.long)
+        pytest.param(lane, case, id=f"{lane}-{case.id}", marks=[] if is_sample(lane, case) else pytest.mark.long)
+        for lane in LANES
         for case in CASES
     ]
+
+
+def is_sample(lane: str, case: Case) -> bool:
+    if lane == "nixl":
+        return SAMPLES[case.role, case.how] == case.point
+    return lane == "host" and case.id in SAMPLES_OF_OTHER_LANES
 
 
 @dataclass
@@ -117,13 +130,19 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, oracle_model: Path, start: Any) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, oracle_model: Path, start: Any
+) -> Iterator[Bench]:
+    lane = request.param
+    if lane == "ucxx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("needs the package ucxx-cu13: pip install '.[ucxx]'")
     folder = tmp_path_factory.mktemp("matrix")
     log = folder / "logits"
-    config = faults.write_config(folder, oracle_model, logits_log=str(log))
+    config = faults.write_config(folder, oracle_model, logits_log=str(log), transport=lane, **LANES[lane])
     options = {"dtype": "float32", "kv_cache_dtype": "fp32", "block_size": 128, "max_num_batched_tokens": 128}
     check = logits.LogitsCheck(log, oracle_model, **options)
     with start(folder, str(config)) as cluster:
+        assert [pair["transport"] for pair in cluster.topology()["pairs"]] == [lane]
         yield asyncio.run(measure(cluster, check))
 
 
@@ -151,7 +170,7 @@ async def measure(cluster: Any, check: Any) -> Bench:
     )
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize(("bench", "case"), parameters(), indirect=["bench"])
 def test_fault_ends_right_or_clearly_and_everything_comes_back(bench: Bench, case: Case, record_property: Any) -> None:
     bench.check.compare()
     ready_s, outcome, counts = asyncio.run(strike(bench, case))

@@ -149,8 +149,9 @@ def test_leaders_and_ranks_have_the_priority_of_the_command(cluster) -> None:
 def test_topology_names_the_pair_its_transport_and_its_lane(cluster) -> None:
     (pair,) = cluster.topology()["pairs"]
     assert (pair["prefill"], pair["decode"], pair["state"]) == ("prefill-0", "decode-0", "ready")
-    assert pair["transport"] == "nixl"
-    assert pair["lane"] in ("cma", "tcp", "sysv", "posix", "xpmem", "knem")
+    assert pair["transport"] in ("nixl", "host")  # auto takes what this machine allows
+    assert min(pair["link"].values()) > 0
+    assert pair["lane"] in ("cma", "shm", "sysv", "posix", "xpmem", "knem")
 
 
 def test_both_sides_show_equal_fingerprints(cluster) -> None:
@@ -219,7 +220,7 @@ async def _some_requests(cluster) -> None:
 def test_status_shows_the_cluster(cluster) -> None:
     shown = cluster.run_command("status", "--port", str(cluster.port))
     assert shown.returncode == 0
-    words = ("prefill-0", "decode-0", "ready", "nixl over", str(cluster.process.pid))
+    words = ("prefill-0", "decode-0", "ready", " over ", str(cluster.process.pid))
     assert [word for word in words if word not in shown.stdout] == []
 
 
