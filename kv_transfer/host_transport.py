@@ -42,7 +42,7 @@ from kv_transfer.transport import Transfer, TransferError, TransferStatus
 
 logger = logging.getLogger(__name__)
 
-_BUFFERS = {"DRAM": (1 << 20, 4), "VRAM": (4 << 20, 8)}
+_BUFFERS = {"DRAM": (2 << 20, 4), "VRAM": (4 << 20, 8)}
 _HANDSHAKE_S = 0.05
 _WAIT_MS = 1
 _LEAVE_S = 0.2
