@@ -78,15 +78,15 @@ def _build(context: LeaderContext) -> list[Route]:
                 f"{context.config.worker_id} has {front.fingerprints}: give both the same model and cache options"
             )
         result, on_result = _callback(protocol.LinkReply)
-        await asyncio.wrap_future(loop.call(lambda worker: worker.link(message, on_result)))
+        await asyncio.wrap_future(loop.call(lambda worker: worker.links.link(message, on_result)))
         try:
             return await asyncio.wait_for(result, _LINK_TIMEOUT_S)
         except TimeoutError as e:
-            loop.call(lambda worker: worker.forget_link(on_result))
+            loop.call(lambda worker: worker.links.forget(on_result))
             raise errors.TransferFailed(f"no link to {message.worker_id} within {_LINK_TIMEOUT_S:.0f} s") from e
 
     async def unlink(message: protocol.WriterLost, _: Request) -> protocol.Message:
-        await asyncio.wrap_future(loop.call(lambda worker: worker.unlink(message)))
+        await asyncio.wrap_future(loop.call(lambda worker: worker.links.unlink(message)))
         return protocol.Ack()
 
     return [

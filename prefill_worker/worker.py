@@ -20,8 +20,6 @@ from engine.config import EngineConfig
 from engine.memory_plan import MemoryPlan
 from engine.plan import (
     NO_MEMORY,
-    ConnectPeer,
-    DisconnectPeer,
     LeaderMessage,
     PeerLinked,
     PushDone,
@@ -34,20 +32,18 @@ from engine.plan import (
 from engine.scheduler import Progress, Scheduler
 from engine.seams import Point, Seams
 from engine.sequence import Sequence
-from kv_transfer.landing import Landing, decode_endpoint, decode_landing
+from kv_transfer.landing import Landing, decode_landing
+from prefill_worker.links import LinkTable
 from prefill_worker.pushes import Push, PushTable
 from router.protocol import (
     AbortReply,
     AbortRequest,
     FinishReason,
-    LinkReply,
-    LinkRequest,
     PrefillBranch,
     PrefillRequest,
     PrefillResult,
     SequenceOutput,
     WorkerStats,
-    WriterLost,
 )
 
 log = logging.getLogger(__name__)
@@ -55,7 +51,6 @@ log = logging.getLogger(__name__)
 _ABORTED_KEPT = 4096
 
 PrefillCallback = Callable[[PrefillResult | errors.RequestError], None]
-LinkCallback = Callable[[LinkReply | errors.RequestError], None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -84,15 +79,6 @@ class _Prefill:
     deadline: float
     started_at: float | None = None
     num_chunks: int = 0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Link:
-    """A /link that waits for ranks. waiting: agents not linked yet."""
-
-    waiting: set[str]
-    on_result: LinkCallback
-    replies: list[PeerLinked]
 
 
 class PrefillWorker:
@@ -126,7 +112,7 @@ class PrefillWorker:
         self._requests: dict[str, tuple[_Prefill, _Answer]] = {}  # of those, the answers that are still wanted
         self._held: set[int] = set()  # seq numbers whose blocks and slot are taken
         self._aborted: collections.OrderedDict[str, None] = collections.OrderedDict()
-        self._links: list[_Link] = []
+        self.links = LinkTable(send)
         self._next_seq = 1
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
 
@@ -198,26 +184,6 @@ class PrefillWorker:
         self._abort(prefill, answer)
         return AbortReply(known=True, drained=drained)
 
-    def link(self, request: LinkRequest, on_result: LinkCallback) -> None:
-        """Connect the ranks to every endpoint of a decode group."""
-        try:
-            endpoints = [decode_endpoint(data) for data in request.endpoints]
-        except msgspec.MsgspecError as e:
-            raise errors.InvalidRequest(f"endpoints: {e}") from e
-        if not endpoints:
-            raise errors.InvalidRequest(f"endpoints: worker {request.worker_id} names none; is it loaded?")
-        self._links.append(_Link({e.agent for e in endpoints}, on_result, []))
-        for data in request.endpoints:
-            self._send(ConnectPeer(endpoint=data))
-
-    def forget_link(self, on_result: LinkCallback) -> None:
-        """Nobody waits for this /link any more."""
-        self._links = [link for link in self._links if link.on_result is not on_result]
-
-    def unlink(self, request: WriterLost) -> None:
-        """Forget a decode group. Pushes to it fail by themselves."""
-        self._send(DisconnectPeer(generation=request.generation))
-
     # ------------------------------------------------------------ the loop's side
 
     def on_ready(self, ranks: list[RankReady]) -> None:
@@ -252,7 +218,7 @@ class PrefillWorker:
                 elif message.status == "failed":
                     self._on_push_failed(message)
             case PeerLinked():
-                self._on_linked(message)
+                self.links.on_linked(message)
             case _:
                 raise AssertionError(f"a prefill rank sent {type(message).__name__}")
 
@@ -475,27 +441,6 @@ class PrefillWorker:
             return False
         self._cancel(push)
         return True
-
-    def _on_linked(self, message: PeerLinked) -> None:
-        for link in [link for link in self._links if message.agent in link.waiting]:
-            link.waiting.discard(message.agent)
-            link.replies.append(message)
-            if message.error:
-                self._links.remove(link)
-                link.on_result(errors.TransferFailed(f"rank {message.rank} to {message.agent}: {message.error}"))
-            elif not link.waiting:
-                self._links.remove(link)
-                replies = link.replies
-                link.on_result(
-                    LinkReply(
-                        transport="+".join(sorted({r.transport for r in replies})),
-                        lane="+".join(sorted({r.lane for r in replies})),
-                        warmup_us=max(r.warmup_us for r in replies),
-                        latency_us=max(r.latency_us for r in replies),
-                        gb_per_s=min(r.gb_per_s for r in replies),
-                        copy_gb_per_s=min(r.copy_gb_per_s for r in replies),
-                    )
-                )
 
 
 def _landings(branches: list[PrefillBranch]) -> list[bytes | None]:

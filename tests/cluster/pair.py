@@ -303,7 +303,7 @@ class Pair:
     def link(self):
         replies = []
         fingerprint = Fingerprints(model="m", layout=self.decode.plan.layout.fingerprint())
-        self.prefill.worker.link(
+        self.prefill.worker.links.link(
             LinkRequest(
                 worker_id="decode",
                 generation=self.decode.generation,
