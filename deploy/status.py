@@ -40,9 +40,10 @@ def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> in
             continue
         _console.print(_worker_table(topology))
         for pair in topology.get("pairs", []):
-            lane, link = "", pair.get("link")
-            if link:
-                lane = f", {pair['transport']} over {pair['lane']}, {link['gb_per_s']:.1f} GB/s, {link['latency_us']:.0f} us"
+            lane = ""
+            if link := pair.get("link"):
+                speed = f"{link['gb_per_s']:.1f} GB/s, {link['latency_us']:.0f} us"
+                lane = f", {pair['transport']} over {pair['lane']}, {speed}"
             _console.print(f"  {pair['prefill']} -> {pair['decode']}: {pair['state']}{lane}")
     return 0
 
