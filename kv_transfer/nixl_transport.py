@@ -6,8 +6,12 @@ too, or the writer's transfers stay PENDING, on every lane.
 Traps, all measured with NIXL 1.5.1:
 - failure is mostly an exception out of `transfer` or `check_xfer_state`, rarely the state "ERR";
 - a stopped peer keeps a transfer PENDING for ever: deadlines are the caller's;
-- releasing a handle or removing its peer does not stop the bytes, it only makes their state unknowable. So a peer
-  that is disconnected is removed from NIXL only after its last transfer has ended, and a handle is released then;
+- releasing a handle or removing its peer does not stop the bytes, it only makes their state unknowable. So a handle
+  is released only when its transfer has ended;
+- a write fails as soon as its connection does, while its copies still wait in UCX: over cma the next progress, whatever
+  it was meant for, makes them all. So progress is driven before a failure is told;
+- `remove_remote_agent` leaves the connection to a living peer open, a descriptor on both sides for ever. So a peer that
+  is disconnected stays known to NIXL, to be used again, until its connection has broken or a successor has come;
 - a connection is set up by progress on both sides: a word sent before would stay here while the owner is idle;
 - after a failure the connection is unusable even if the peer lives: it is dropped, and `connect` makes a new one;
 - `add_remote_agent` returns bytes; a name can be taken again only after `remove_remote_agent`.
@@ -34,6 +38,9 @@ from kv_transfer.transport import Transfer, TransferError, TransferStatus
 from kv_transfer.ucx_log import process_log
 
 logger = logging.getLogger(__name__)
+
+_ROUNDS_AFTER_FAILURE = 4
+"""One was enough in every case that was seen."""
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 
@@ -85,6 +92,7 @@ class NixlTransport:
         self._registration: Any = None
         self._endpoint: Endpoint | None = None
         self._peers: dict[str, _Peer] = {}
+        self._arrived: list[tuple[str, bytes]] = []
 
     def register(self, pools: list[PoolAddress], *, generation: int, rank: int) -> Endpoint:
         """Create the agent, register `pools` and return the endpoint. The memory must outlive this process' peers.
@@ -145,6 +153,7 @@ class NixlTransport:
                     "connection are under way: try again when they have ended, or end the process they go to"
                 )
             self._remove(known)
+        self._remove_predecessors(peer)
         mark = len(process_log.tables(own.agent))
         try:
             named = self._agent.add_remote_agent(peer.metadata).decode()
@@ -158,11 +167,11 @@ class NixlTransport:
         self._peers[peer.agent] = _Peer(peer, lane_mark=mark)
 
     def disconnect(self, agent: str) -> None:
-        """Refuse writes to a peer from now on, and forget it once those under way have ended."""
+        """Refuse writes to a peer from now on; those under way may still end."""
         peer = self._peers.get(agent)
         if peer is not None:
             peer.is_open = False
-            if not peer.transfers:
+            if peer.is_broken and not peer.transfers:
                 self._remove(peer)
 
     def write(self, agent: str, plan: TransferPlan, notification: bytes = b"") -> Transfer:
@@ -211,8 +220,9 @@ class NixlTransport:
     def poll(self) -> list[tuple[str, bytes]]:
         if self._agent is None:
             return []
-        arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        return [(agent, message) for agent, messages in arrived.items() for message in messages]
+        self._progress()
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def lane(self, agent: str) -> str:
         peer = self._peers.get(agent)
@@ -261,6 +271,9 @@ class NixlTransport:
             state, transfer.error = "ERR", f"write to {transfer.peer.endpoint.agent} failed: {_cause(error)}"
         if state == "PROC":
             return
+        if state != "DONE":
+            for _ in range(_ROUNDS_AFTER_FAILURE):
+                self._progress()
         transfer.status = TransferStatus.DONE if state == "DONE" else TransferStatus.FAILED
         if state != "DONE" and not transfer.error:
             transfer.error = f"write to {transfer.peer.endpoint.agent} failed: NIXL reports {state}"
@@ -276,8 +289,13 @@ class NixlTransport:
             peer.lane = self._find_lane(peer)
         if transfer.status is TransferStatus.FAILED:
             self._break(peer)
-        elif not peer.is_open and not peer.transfers:
+        elif peer.is_broken and not peer.transfers:
             self._remove(peer)
+
+    def _progress(self) -> None:
+        """Let UCX work until nothing moves, and keep the notifications that came."""
+        arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        self._arrived += [(agent, message) for agent, messages in arrived.items() for message in messages]
 
     def _break(self, peer: _Peer) -> None:
         peer.is_broken = True
@@ -290,6 +308,13 @@ class NixlTransport:
             return fresh[-1].lane
         lanes = {table.lane for table in tables}
         return lanes.pop() if len(lanes) == 1 else "unknown"
+
+    def _remove_predecessors(self, peer: Endpoint) -> None:
+        """Forget earlier lives of a peer: their processes have ended, and with them their connections."""
+        name = peer.agent.rpartition(".g")[0]
+        for known in list(self._peers.values()):
+            if known.endpoint.agent.rpartition(".g")[0] == name and not known.is_open and not known.transfers:
+                self._remove(known)
 
     def _remove(self, peer: _Peer) -> None:
         agent = peer.endpoint.agent
