@@ -168,8 +168,8 @@ class HostReceiver:
                 self._copier.wait(self._emptying[0].ticket)
             self._finish()
             for writer in [writer for writer in self.writers if writer.is_gone and not writer.busy]:
-                self.writers.remove(writer)
                 self._release(writer)
+                self.writers.remove(writer)
 
     def _accept(self) -> None:
         try:

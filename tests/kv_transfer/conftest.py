@@ -164,6 +164,27 @@ def cluster(request: pytest.FixtureRequest, layout: KVLayout) -> Iterator[Cluste
 
 
 @pytest.fixture
+def host_cluster(layout: KVLayout) -> Iterator[Cluster]:
+    yield from make_cluster("host", layout)
+
+
+@pytest.fixture(params=["at_once", "late"])
+def tight_cluster(
+    request: pytest.FixtureRequest, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
+    """Ends of the host lane with two small buffers for each writer, and copies that are done at once or late."""
+    from kv_transfer import host_transport
+
+    from .host_ends import ODD_BYTES, LateCopier
+
+    if request.param == "late":
+        monkeypatch.setattr(host_transport, "make_copier", lambda memory, device: LateCopier())
+    for cluster in make_cluster("host", layout):
+        cluster.make = lambda name: host_transport.HostTransport(name, buffer_bytes=ODD_BYTES, num_buffers=2)
+        yield cluster
+
+
+@pytest.fixture
 def local_cluster(layout: KVLayout) -> Iterator[Cluster]:
     yield from make_cluster("local", layout)
 

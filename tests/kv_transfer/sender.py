@@ -1,6 +1,9 @@
-"""A prefill rank's transport over ucxx in a process of its own. Run as `python sender.py ENDPOINT_IN_HEX MODE`.
+"""A prefill rank's transport in a process of its own. Run as `python sender.py ENDPOINT_IN_HEX MODE`.
+
+Its kind is that of the endpoint.
 
 leave: says three words and ends.   write: fills the peer's pool csa_kv again and again, unit by unit, until killed.
+abandon: ends with a write under way, without a word.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ import sys
 
 import numpy as np
 
+from kv_transfer.host_transport import HostTransport
 from kv_transfer.landing import PoolAddress, decode_endpoint
 from kv_transfer.plan import Piece, TransferPlan
-from kv_transfer.transport import TransferStatus
+from kv_transfer.transport import KvTransport, TransferStatus
 from kv_transfer.ucxx_transport import UcxxTransport
 from kv_transfer.warm import warm
 
@@ -19,7 +23,7 @@ from kv_transfer.warm import warm
 def main(endpoint: bytes, mode: str) -> None:
     peer = decode_endpoint(endpoint)
     arrays = {pool.name: np.full(pool.unit_bytes * pool.num_units, 7, dtype=np.uint8) for pool in peer.pools}
-    transport = UcxxTransport("sender")
+    transport: KvTransport = {"host": HostTransport, "ucxx": UcxxTransport}[peer.transport]("sender")
     transport.register(
         [
             PoolAddress(
@@ -44,6 +48,9 @@ def main(endpoint: bytes, mode: str) -> None:
     pieces = [
         Piece(pool.name, i * pool.unit_bytes, i * pool.unit_bytes, pool.unit_bytes) for i in range(pool.num_units)
     ]
+    if mode == "abandon":
+        transport.write(peer.agent, TransferPlan(tuple(pieces)), b"whole")
+        return
     while True:
         transfer = transport.write(peer.agent, TransferPlan(tuple(pieces)), b"whole")
         while transport.check(transfer) is TransferStatus.PENDING:
