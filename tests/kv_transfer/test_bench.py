@@ -52,13 +52,12 @@ def run(file: Path, *words: str) -> tuple[int, dict[str, Any]]:
     return bench.main(words), json.loads(file.read_text())
 
 
-@pytest.fixture(scope="module", params=["nixl", "host"])
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A document with prompts of 3 and 7 blocks, the latter also in chunks of 2."""
-    if request.param == "nixl":
-        require_nixl()
+    require_nixl()
     file = tmp_path_factory.mktemp("bench") / "rows.json"
-    words = ("--transport", request.param, "--lengths", "700,1700", "--chunk-tokens", "512")
+    words = ("--transport", "nixl", "--lengths", "700,1700", "--chunk-tokens", "512")
     code, document = run(file, *words)
     assert (code, document["not_measured"]) == (0, {})
     return document

@@ -34,9 +34,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATIENCE_S = 60.0
 NUM_AT_ONCE = 3
-BYTES_ALLOWED, FDS_ALLOWED = 8 << 20, 4
-"""Growth over the last life of a process, thousands of transfers: one leaked kilobyte a transfer would be 3 MiB of the
-receiver and 6 of the writer; a descriptor a fault, dozens."""
+BYTES_ALLOWED, FDS_ALLOWED, DEATHS_A_FD = 4 << 20, 4, 4
+"""Growth over the last life of a process, thousands of transfers: a leaked kilobyte a transfer would be 6 MiB of the
+writer. UCX itself keeps a descriptor of one in six to fifteen peers that were killed."""
 
 FAULTS = ("writer killed", "receiver killed", "receiver stopped", "cancelled", "connection broken")
 
@@ -44,14 +44,14 @@ FAULTS = ("writer killed", "receiver killed", "receiver stopped", "cancelled", "
 class Child:
     """One of the two processes. generation: how often it was started."""
 
-    def __init__(self, script: str, kind: str, generation: int) -> None:
+    def __init__(self, script: str, kind: str, generation: int, environ: dict[str, str]) -> None:
         self.connection, other = Pipe()
         self.generation = generation
         self.num_begun = 0
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / script), kind, str(generation), str(other.fileno())],
             pass_fds=[other.fileno()],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ,
         )
         other.close()
 
@@ -96,16 +96,18 @@ class Counts:
 class Soak:
     """Drives both processes through `total` transfers.
 
-    fault_at: which fault comes with which transfer, see FAULTS. Samples of memory and descriptors are taken along the
-    way: `samples[role]` is a list of (transfers begun in that life, state).
+    environ: what both get besides this process' own.  fault_at: which fault comes with which transfer, see FAULTS.
+    samples: of memory and descriptors along the way: (transfers begun in that life, state) for each role.
     """
 
-    def __init__(self, kind: str, *, total: int, fault_at: dict[int, str], seed: int = 1) -> None:
+    def __init__(
+        self, kind: str, *, total: int, fault_at: dict[int, str], environ: dict[str, str], seed: int = 1
+    ) -> None:
         self.counts = Counts()
         self.corrupt: list[str] = []
         self.samples: dict[str, list[tuple[int, dict[str, int]]]] = {"prefill": [], "decode": []}
         self.lanes: set[str] = set()
-        self._kind, self._total, self._fault_at = kind, total, fault_at
+        self._kind, self._total, self._fault_at, self._environ = kind, total, fault_at, environ
         self._random = random.Random(seed)
         self._generations = {"prefill": 0, "decode": 0}
         self._children: dict[str, Child] = {}
@@ -121,7 +123,7 @@ class Soak:
     def start(self, role: str) -> None:
         self._generations[role] += 1
         self._is_linked = False
-        self._children[role] = Child(f"soak_{role}.py", self._kind, self._generations[role])
+        self._children[role] = Child(f"soak_{role}.py", self._kind, self._generations[role], self._environ)
         self.samples[role].clear()
         if role == "decode":
             self._endpoint = None
@@ -321,23 +323,21 @@ class Soak:
 
 # ------------------------------------------------------------ tests
 
-NIXL, NIXL_TCP, HOST, UCXX = ("nixl", "all"), ("nixl", "tcp,self"), ("host", ""), ("ucxx", "")
+NIXL, NIXL_TCP, HOST, UCXX = ("nixl", "all"), ("nixl", "tcp,self"), ("host", "all"), ("ucxx", "all")
 """Transport, and what UCX may use."""
 
 Start = Callable[..., Soak]
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Yield what starts a soak of a transport over lanes."""
     started: list[Soak] = []
 
     def start(lane: tuple[str, str], **words: Any) -> Soak:
         kind, lanes = lane
         require_transport(kind)
-        with monkeypatch.context() as patch:
-            patch.setenv("UCX_TLS", lanes) if lanes else patch.delenv("UCX_TLS", raising=False)
-            started.append(Soak(kind, **words))
+        started.append(Soak(kind, environ={"UCX_TLS": lanes}, **words))
         return started[-1]
 
     yield start
@@ -375,6 +375,16 @@ def test_a_few_transfers_survive_two_faults(lane: tuple[str, str], start: Start)
     assert soak.leave() == {"prefill": 0, "decode": 0}
 
 
+@pytest.mark.parametrize("lane", [NIXL, HOST], ids=" ".join)
+def test_nothing_lands_after_a_broken_connection_has_failed_a_write(lane: tuple[str, str], start: Start) -> None:
+    """NIXL tells the failure while copies wait in UCX: of one in twenty writes that lose their connection."""
+    total = 300
+    soak = start(lane, total=total, fault_at=dict.fromkeys(range(10, total, 5), "connection broken"))
+    soak.run(total)
+    soak.settle()
+    assert soak.corrupt == []
+
+
 def all_faults(total: int, rng: random.Random) -> dict[int, str]:
     """Return a fault for every fiftieth transfer. Later on nobody is killed, so that a life is long enough to grow."""
     faults = {}
@@ -403,7 +413,8 @@ def test_ten_thousand_transfers_survive_a_fault_every_fifty(
             f"{lane[0]} {role}, over {samples[-1][0] - begun:,} transfers of one life: {warm['bytes'] / 2**20:.1f} MiB "
             f"{growth['bytes'] / 2**20:+.2f}, {warm['fds']} descriptors {growth['fds']:+}"
         )
-        assert growth["bytes"] <= BYTES_ALLOWED and growth["fds"] <= FDS_ALLOWED, f"{role} grew: {samples}"
+        fds_allowed = FDS_ALLOWED + soak.counts.faults["receiver killed"] // DEATHS_A_FD
+        assert growth["bytes"] <= BYTES_ALLOWED and growth["fds"] <= fds_allowed, f"{role} grew: {samples}"
     assert soak.leave() == {"prefill": 0, "decode": 0}
 
 
