@@ -215,7 +215,7 @@ class HostTransport:
 
     def lane(self, agent: str) -> str:
         peer = self._peers.get(agent)
-        return self.name if peer is not None and peer.has_written else "unknown"
+        return "shm" if peer is not None and peer.has_written else "unknown"
 
     def close(self) -> None:
         """End the receiving thread and all connections.

@@ -16,7 +16,7 @@ from .conftest import Cluster, Side
 FAST = Link("nixl", "cma", 100.0, 50.0, gb_per_s=8.0, copy_gb_per_s=12.0)
 TCP = FAST._replace(lane="tcp", gb_per_s=2.0)
 POOR = FAST._replace(gb_per_s=1.0)
-HOST = FAST._replace(transport="host", lane="host", gb_per_s=6.0)
+HOST = FAST._replace(transport="host", lane="shm", gb_per_s=6.0)
 
 
 def scratch_of(side: Side) -> torch.Tensor:

@@ -89,7 +89,7 @@ def receiver(sender: Any) -> Iterator[Callable[..., Receiver]]:
 
 
 NEEDS_A_LIVE_RECEIVER = [("nixl", "tcp,self"), ("ucxx", "all"), ("host", "all")]
-LANES = {"nixl-all": {"cma", "tcp"}, "nixl-tcp,self": {"tcp"}, "ucxx-all": {"tcp"}, "host-all": {"host"}}
+LANES = {"nixl-all": {"cma", "tcp"}, "nixl-tcp,self": {"tcp"}, "ucxx-all": {"tcp"}, "host-all": {"shm"}}
 
 
 @pytest.fixture(params=[("nixl", "all"), *NEEDS_A_LIVE_RECEIVER], ids="-".join)
