@@ -55,6 +55,8 @@ class Setting:
         if device.type == "cuda" and device.index >= torch.cuda.device_count():
             raise TransferError(f"no GPU number {device.index} here (torch {torch.__version__}): use --device cpu")
         torch.set_num_threads(1)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # UCX looks for the context of the thread that calls it
         try:
             return BenchPools(
                 LAYOUTS[self.layout](),
