@@ -272,8 +272,7 @@ class NixlTransport:
         if state == "PROC":
             return
         if state != "DONE":
-            for _ in range(_ROUNDS_AFTER_FAILURE):
-                self._progress()
+            self._make_copies()
         transfer.status = TransferStatus.DONE if state == "DONE" else TransferStatus.FAILED
         if state != "DONE" and not transfer.error:
             transfer.error = f"write to {transfer.peer.endpoint.agent} failed: NIXL reports {state}"
@@ -296,6 +295,14 @@ class NixlTransport:
         """Let UCX work until nothing moves, and keep the notifications that came."""
         arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
         self._arrived += [(agent, message) for agent, messages in arrived.items() for message in messages]
+
+    def _make_copies(self) -> None:
+        """Have UCX make the copies that a failed write has left with it: once the failure is told, none may follow."""
+        try:
+            for _ in range(_ROUNDS_AFTER_FAILURE):
+                self._progress()
+        except Exception as error:
+            logger.warning("no progress after a failed write: %s", _cause(error))
 
     def _break(self, peer: _Peer) -> None:
         peer.is_broken = True
