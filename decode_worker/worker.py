@@ -78,7 +78,7 @@ class DecodeWorker:
         self._outputs: list[SequenceOutput] = []
         self._next_seq = 1
         self._pump_hint = 0
-        self._num_steps = self._num_output_tokens = self._num_corrupt = self._num_handovers = 0
+        self._num_steps = self._num_output_tokens = self._num_corrupt = self._num_handovers = self._num_timed = 0
         self._arrival_seconds = 0.0
 
     # ------------------------------------------------------------ commands
@@ -147,7 +147,8 @@ class DecodeWorker:
         outcome = self.landings.on_notification(message.rank, word)
         if isinstance(outcome, Landed):
             self._num_handovers += 1
-            if word.sent_by == host_id():
+            if word.sent_by and word.sent_by == host_id():
+                self._num_timed += 1
                 self._arrival_seconds += message.at - word.sent_at
         self._on_outcome(outcome)
 
@@ -190,6 +191,7 @@ class DecodeWorker:
             steps_without_memory=self._scheduler.num_delays,
             output_tokens=self._num_output_tokens,
             arrival_seconds=self._arrival_seconds,
+            timed_arrivals=self._num_timed,
             handovers=self._num_handovers,
             transfer_failures=self.landings.num_failures,
             checksum_failures=self._num_corrupt,
@@ -220,7 +222,7 @@ class DecodeWorker:
             promised=held.promised,
             num_computed=len(request.prompt_token_ids),
             router=request.router,
-            checksums=[held.checksums[rank] for rank in sorted(held.checksums)],
+            checksums=[held.checksums[rank] for rank in sorted(held.checksums)] if any(held.checksums.values()) else [],
         )
         self._next_seq += 1
         self._sequences[request.request_id] = sequence

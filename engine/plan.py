@@ -81,6 +81,7 @@ class PushPlan(PlanMessage, frozen=True, kw_only=True):
     block_ids, slot: the source. With is_last also the slot's record goes, and the notification with the first token.
     The blocks stay held by the sequence until the rank has answered PushDone for the last, or for the cancel.
     checksum: take checksums of what is written, of every push of the landing; they go with the last.
+    ordered_at: of time.monotonic().
     fails: a test seam: the transport's call raises.
     """
 
@@ -92,6 +93,7 @@ class PushPlan(PlanMessage, frozen=True, kw_only=True):
     is_last: bool = False
     first_token: int = -1
     checksum: bool = False
+    ordered_at: float = 0.0
     fails: bool = False
 
 

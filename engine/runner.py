@@ -156,11 +156,18 @@ class ModelRunner:
         for group in self.cache.layout.groups:
             units = start.block_ids if group.unit == "block" else [start.slot]
             sent = start.checksums[self._rank].get(group.name)
-            landed = units_checksum(self.cache.pools[group.name], units)
-            if sent is not None and sent != landed:
-                problem = f"{group.name}, {group.unit}s {units}: checksum {landed:016x}, sent {sent:016x}"
-                log.error("sequence %d: %s%s", start.seq, CACHE_CORRUPT, problem)
-                return CACHE_CORRUPT + problem
+            if sent is None:
+                return f"{CACHE_CORRUPT}{group.name} came without a checksum"
+            try:
+                landed = units_checksum(self.cache.pools[group.name], units)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return f"no memory to compare the cache that arrived ({group.name})"
+            if sent != landed:
+                problem = f"{CACHE_CORRUPT}{group.name}: checksum {landed:016x}, sent {sent:016x}"
+                log.error("sequence %d, %ss %s: %s", start.seq, group.unit, units, problem)
+                return problem
         return ""
 
     def _step(self, model: DeepSeekV4, steps: list[SequenceStep], rollback: Rollback) -> Outcome:

@@ -14,6 +14,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from engine.cache import KVCache
 from engine.plan import (
     CancelPush,
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _ACTIVE_NAP_S = 0.0002
 _IDLE_WAIT_S = 1.0
-_WARM_TIMEOUT_S = 10.0
+_LINK_TEST_S = 5.0
 
 Order = PushPlan | CancelPush | ConnectPeer | DisconnectPeer
 
@@ -108,13 +110,20 @@ class Transfers:
             source_slot=order.slot if order.is_last else None,
             target_slot=landing.slot if order.is_last else None,
         )
+        checksums, fails = None, "a test asked it to fail" if order.fails else ""
+        if order.checksum:
+            try:
+                checksums = self._add_checksums(order)
+            except (MemoryError, torch.OutOfMemoryError) as e:
+                fails = f"no memory for checksums: {e}"
         self._writer.push(
             landing,
             plan,
             is_last=order.is_last,
             first_token=order.first_token,
-            checksums=self._add_checksums(order) if order.checksum else None,
-            fails=order.fails,
+            checksums=checksums,
+            asked=order.ordered_at or None,
+            fails=fails,
         )
 
     def _add_checksums(self, order: PushPlan) -> dict[str, int]:
@@ -143,16 +152,24 @@ class Transfers:
         scratch = self._cache.pools[SCRATCH_POOL]
         try:
             if isinstance(self._transport, LinksItself):
-                link = self._transport.link(peer, scratch=scratch, allow_tcp=self._allow_tcp, timeout_s=_WARM_TIMEOUT_S)
+                link = self._transport.link(
+                    peer,
+                    scratch=scratch,
+                    allow_tcp=self._allow_tcp,
+                    timeout_s=_LINK_TEST_S,
+                    meanwhile=self.pump,
+                )
             else:
                 link = establish(
                     [Candidate(self._transport, self.endpoint, peer)],
                     scratch=scratch,
                     allow_tcp=self._allow_tcp,
-                    timeout_s=_WARM_TIMEOUT_S,
+                    timeout_s=_LINK_TEST_S,
+                    meanwhile=self.pump,
                 )
             self._peers[peer.agent] = peer
         except TransferError as e:
+            self._peers.pop(peer.agent, None)  # nothing goes there over what has not passed the test
             error = str(e)
         self._emit(
             PeerLinked(rank=self._rank, agent=peer.agent, generation=peer.generation, error=error, **link._asdict())

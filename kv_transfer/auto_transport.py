@@ -6,6 +6,7 @@ Both are registered; `link` measures (kv_transfer.link_test) and chooses. Everyt
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -48,25 +49,39 @@ class AutoTransport:
         metadata = msgspec.msgpack.encode(list(self._endpoints.values()))
         return msgspec.structs.replace(self._endpoints["host"], transport=self.name, metadata=metadata)
 
-    def link(self, peer: Endpoint, *, scratch: Tensor, allow_tcp: bool, timeout_s: float) -> Link:
+    def link(
+        self,
+        peer: Endpoint,
+        *,
+        scratch: Tensor,
+        allow_tcp: bool,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Link:
         """Connect to a peer by the better of what both sides have, and return what it measured.
 
         Raises TransferError if nothing works. See link_test.establish.
         """
-        self._chosen.pop(peer.agent, None)
+        name = peer.agent.rpartition(".g")[0]
+        for agent in [agent for agent in self._chosen if agent.rpartition(".g")[0] == name]:
+            del self._chosen[agent]  # this peer's, and its earlier lives'
         candidates = {name: Candidate(self._members[name], mine, its) for name, mine, its in self._common(peer)}
-        link = establish(list(candidates.values()), scratch=scratch, allow_tcp=allow_tcp, timeout_s=timeout_s)
+        link = establish(
+            list(candidates.values()),
+            scratch=scratch,
+            allow_tcp=allow_tcp,
+            timeout_s=timeout_s,
+            meanwhile=meanwhile,
+        )
         self._chosen[peer.agent] = (peer, link.transport)
         return link
 
     def connect(self, peer: Endpoint) -> None:
-        """Learn a peer, or connect it anew, over what was chosen for it, else over what is preferred."""
-        common = {name: its for name, _, its in self._common(peer)}
-        known, name = self._chosen.get(peer.agent, (None, ""))
-        if known != peer or name not in common:
-            name = next(iter(common))
-        self._members[name].connect(common[name])
-        self._chosen[peer.agent] = (peer, name)
+        """Connect a peer anew over what `link` has chosen for it: nothing may go over what was not measured."""
+        known, chosen = self._chosen.get(peer.agent, (None, ""))
+        if known != peer:
+            raise TransferError(f"{peer.agent} is not connected: link it first")
+        self._members[chosen].connect(next(its for name, _, its in self._common(peer) if name == chosen))
 
     def disconnect(self, agent: str) -> None:
         for member in self._members.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -61,23 +62,41 @@ class Link(NamedTuple):
 class LinksItself(Protocol):
     """A transport made of several, which calls `establish` with them by itself."""
 
-    def link(self, peer: Endpoint, *, scratch: Tensor, allow_tcp: bool, timeout_s: float) -> Link: ...
+    def link(
+        self,
+        peer: Endpoint,
+        *,
+        scratch: Tensor,
+        allow_tcp: bool,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Link: ...
 
 
-def establish(candidates: list[Candidate], *, scratch: Tensor, allow_tcp: bool, timeout_s: float) -> Link:
+def establish(
+    candidates: list[Candidate],
+    *,
+    scratch: Tensor,
+    allow_tcp: bool,
+    timeout_s: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Link:
     """Connect by the first candidate that will do, else by the best, and return what it measured.
 
     One will do if it is no TCP lane inside a host and reaches a fair share of a plain copy. Of the others, which are
-    disconnected again, a TCP lane is taken only if allow_tcp. Raises TransferError, with every cause, if none is left.
+    disconnected again, a TCP lane is taken only if allow_tcp. timeout_s: for all of them together, though each gets a
+    second.   meanwhile: called while it waits. Raises TransferError, with every cause, if none is left.
     """
+    until = time.monotonic() + timeout_s
     links: list[tuple[Link, Candidate]] = []
     causes: list[str] = []
     for candidate in candidates:
         transport, own, peer = candidate
         try:
             transport.connect(peer)
-            link = measure(transport, peer, scratch=scratch, timeout_s=timeout_s)
-        except TransferError as error:
+            left = max(1.0, until - time.monotonic())
+            link = measure(transport, peer, scratch=scratch, timeout_s=left, meanwhile=meanwhile)
+        except (TransferError, MemoryError, torch.OutOfMemoryError) as error:
             causes.append(str(error))
             continue
         problem = refusal(link, own, peer)
@@ -103,19 +122,35 @@ def establish(candidates: list[Candidate], *, scratch: Tensor, allow_tcp: bool, 
     return best
 
 
-def measure(transport: KvTransport, peer: Endpoint, *, scratch: Tensor, timeout_s: float = 10.0) -> Link:
+def measure(
+    transport: KvTransport,
+    peer: Endpoint,
+    *,
+    scratch: Tensor,
+    timeout_s: float = 10.0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Link:
     """Warm the connection to `peer`, which must be connected, and measure it; blocks for some milliseconds.
 
     scratch: this rank's own scratch pool, of which as much is written as fits into the peer's. The peer must poll
-    meanwhile. Raises TransferError on failure or time-out; the peer is disconnected then.
+    meanwhile. timeout_s: in all.   meanwhile: called while it waits.
+    Raises TransferError on failure or time-out; the peer is disconnected then.
     """
-    agent = peer.agent
-    warmth = warm(transport, agent, timeout_s=timeout_s)
+
+    def nap(seconds: float) -> None:
+        meanwhile()
+        time.sleep(seconds)
+
+    def write(size: int) -> float:
+        return _write(transport, agent, size, until=until, nap=nap)
+
+    agent, until = peer.agent, time.monotonic() + timeout_s
+    warmth = warm(transport, agent, timeout_s=timeout_s, sleep=nap)
     transport.notify(agent, LINK_WORD)
     there = peer.pool(SCRATCH_POOL)
     size = min(scratch.numel(), there.unit_bytes * there.num_units)
-    small = sorted(_write(transport, agent, SCRATCH_BYTES, timeout_s) for _ in range(_LATENCY_WRITES))
-    large = min(_write(transport, agent, size, timeout_s) for _ in range(_BANDWIDTH_WRITES))
+    small = sorted(write(SCRATCH_BYTES) for _ in range(_LATENCY_WRITES))
+    large = min(write(size) for _ in range(_BANDWIDTH_WRITES))
     copy = min(_copy(scratch.view(-1)[:size]) for _ in range(_BANDWIDTH_WRITES))
     return Link(
         transport=transport.name,
@@ -128,26 +163,32 @@ def measure(transport: KvTransport, peer: Endpoint, *, scratch: Tensor, timeout_
 
 
 def refusal(link: Link, own: Endpoint, peer: Endpoint) -> str:
-    """Return why a link must not serve unless the user allows it, "" if it may."""
-    if "tcp" not in link.lane.split("+") or not is_same_host(own, peer):
+    """Return why a link must not serve unless the user allows it, "" if it may.
+
+    A lane that the transport can't name (UCX says it once, and only if the user has left its log alone) is taken for
+    TCP if it is as slow.
+    """
+    is_slow = link.gb_per_s < _POOR_SHARE * link.copy_gb_per_s
+    is_tcp = "tcp" in link.lane.split("+") or (link.lane == "unknown" and is_slow)
+    if not is_tcp or not is_same_host(own, peer):
         return ""
     return (
-        f"{link.transport} to {peer.agent} travels over TCP although both are on this host, at a fraction of the speed. "
-        "Unset UCX_TLS; run both as one user who may use process_vm_writev (kernel.yama.ptrace_scope 0; in containers "
-        "one pid and ipc namespace and SYS_PTRACE); or take --transport host, which needs none of this, or auto; or "
-        "allow it with --allow-tcp"
+        f"{link.transport} to {peer.agent} travels over TCP (or what is as slow) although both are on this host, at a "
+        "fraction of the speed. Unset UCX_TLS; run both as one user who may use "
+        "process_vm_writev (kernel.yama.ptrace_scope 0; in containers one pid and ipc namespace and SYS_PTRACE); or "
+        "take --transport host, which needs none of this, or auto; or allow it with --allow-tcp"
     )
 
 
-def _write(transport: KvTransport, agent: str, size: int, timeout_s: float) -> float:
+def _write(transport: KvTransport, agent: str, size: int, *, until: float, nap: Callable[[float], None]) -> float:
     """Write `size` bytes into the peer's scratch pool; return the seconds until the write has ended."""
     started = time.perf_counter()
     transfer = transport.write(agent, TransferPlan((Piece(SCRATCH_POOL, 0, 0, size),)))
     while (status := transport.check(transfer)) is TransferStatus.PENDING:
-        if time.perf_counter() - started > timeout_s:
+        if time.monotonic() > until:
             transport.disconnect(agent)
-            raise TransferError(f"{agent} did not take {size} bytes within {timeout_s} s: is its process running?")
-        time.sleep(_NAP_S)
+            raise TransferError(f"{agent} did not take {size} bytes of the link test in time: is its process running?")
+        nap(_NAP_S)
     if status is TransferStatus.FAILED:
         raise TransferError(f"test write to {agent} failed: {transfer.error}")
     return time.perf_counter() - started

@@ -144,9 +144,8 @@ class NixlTransport:
         if known is not None and known.endpoint == peer and not known.is_broken:
             known.is_open = True
             return
+        self._check_all()
         if known is not None:
-            for transfer in list(known.transfers):
-                self.check(transfer)
             if known.transfers:
                 raise TransferError(
                     f"{peer.agent} can't be connected anew while {len(known.transfers)} writes over its previous "
@@ -233,11 +232,9 @@ class NixlTransport:
 
         Deregistering memory that bytes are read from would end this process with a segmentation fault.
         """
-        pending = [
-            t for peer in self._peers.values() for t in peer.transfers if self.check(t) is TransferStatus.PENDING
-        ]
-        if pending:
-            logger.warning("%s closes with %d writes under way", self._own().agent, len(pending))
+        num_pending = self._check_all()
+        if num_pending:
+            logger.warning("%s closes with %d writes under way", self._own().agent, num_pending)
             return
         for peer in list(self._peers.values()):
             self._remove(peer)
@@ -247,6 +244,11 @@ class NixlTransport:
         self._agent = None
 
     # ------------------------------------------------------------ below: helpers
+
+    def _check_all(self) -> int:
+        """Take in the ends of all writes, those that nobody waits for any more included; return how many go on."""
+        transfers = [transfer for peer in self._peers.values() for transfer in peer.transfers]
+        return sum(self.check(transfer) is TransferStatus.PENDING for transfer in transfers)
 
     def _own(self) -> Endpoint:
         if self._endpoint is None:

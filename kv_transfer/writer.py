@@ -44,7 +44,7 @@ class WriterEvent:
     Every push is answered by one "done" or "failed". A landing ends with "done" of its last push, or with "drained";
     "undelivered" is a drained whose word could not be sent to every destination: it must be said another way.
     num_bytes, num_pieces: over all destinations.  seconds: from start to end of the push, of which post_seconds inside
-    the transport's call; exposed_seconds: from `push` to the end, of the last push of a landing: decode waits for it.
+    the transport's call; exposed_seconds: from `asked` to the end, of the last push of a landing: decode waits for it.
     cause: of a first failure: the plan was refused, the peer is gone or its lane broke, or a write took too long. What
     fails behind it has none.
     """
@@ -68,7 +68,7 @@ class _Push:
     is_last: bool
     first_token: int
     checksums: Mapping[str, int]
-    fails: bool
+    fails: str
     asked: float
 
 
@@ -160,14 +160,15 @@ class Writer:
         is_last: bool = False,
         first_token: int = -1,
         checksums: Mapping[str, int] | None = None,
-        fails: bool = False,
+        asked: float | None = None,
+        fails: str = "",
     ) -> None:
         """Queue a write into a landing, to each destination of this rank. The answer comes from `pump`.
 
         The plan may touch whole units of this landing only. With is_last it must complete the landing: every block
         of the prompt in every group, and the state record; the notification carries manifest and first token.
         checksums: with is_last, of the whole landing by group, for the receiver to compare.
-        fails: a test seam: the transport's call raises.
+        asked: when the push became possible, of the clock; None: now.   fails: why the write must fail instead.
         """
         key = (landing.generation, landing.key)
         refusal = ""
@@ -179,7 +180,9 @@ class Writer:
             self._emit(landing, "failed", is_last=is_last, error=f"push refused: landing {landing.key} {refusal}")
             return
         course = self._open.setdefault(key, self._course(landing))
-        course.queue.append(_Push(plan, is_last, first_token, checksums or {}, fails, self._clock()))
+        course.queue.append(
+            _Push(plan, is_last, first_token, checksums or {}, fails, self._clock() if asked is None else asked)
+        )
 
     def cancel(self, landing: Landing) -> None:
         """Start nothing more for a landing; when nothing is under way, say drained to its destinations.
@@ -233,7 +236,7 @@ class Writer:
         for agent in course.destinations:
             try:
                 if push.fails:
-                    raise TransferError(f"write to {agent}: a test asked it to fail")
+                    raise TransferError(f"write to {agent}: {push.fails}")
                 transfer = self._transport.write(agent, push.plan, message)
             except TransferError as error:
                 self._fail(course, str(error), "peer")

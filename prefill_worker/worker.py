@@ -352,7 +352,7 @@ class PrefillWorker:
         plans, answer.unsent = answer.unsent, []
         if answer.push is not None and not answer.push.is_cancelled:
             for plan in plans:
-                self._send(plan)
+                self._send(msgspec.structs.replace(plan, ordered_at=time.monotonic()))
 
     def _at(self, point: Point, prefill: _Prefill, go_on: Callable[[], None], *, n: int = 0) -> None:
         """Go on, unless a test holds the request here and it is gone by the time it is let go."""

@@ -299,8 +299,8 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     steps_without_memory: steps that did not fit into memory, and left out or failed their newest sequences.
     transfer_seconds: of all writes of the cache, of which transfer_post_seconds in the transport's call, and
     transfer_exposed_seconds after the first token was there, when nothing hides them any more.
-    handovers: caches handed over whole; per rank at prefill.   arrival_seconds: their sum, at decode, from the post of
-    the last write until it was heard of; prefill on another host is left out.
+    handovers: caches handed over whole; per rank at prefill.   arrival_seconds: at decode, from the post of the last
+    write until it was heard of, over timed_arrivals, which leave out prefill on another host.
     transfer_failures: at prefill, sum of refusals, timeouts and peer failures; at decode, landings that failed.
     checksum_failures: caches that did not land as they were sent.
     """
@@ -323,6 +323,7 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     transfer_post_seconds: float = 0.0
     transfer_exposed_seconds: float = 0.0
     arrival_seconds: float = 0.0
+    timed_arrivals: int = 0
     handovers: int = 0
     transfer_failures: int = 0
     transfer_refusals: int = 0

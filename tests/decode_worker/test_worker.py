@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from decode_worker.worker import DecodeWorker
 from engine import errors
@@ -12,6 +13,7 @@ from engine.config import EngineConfig
 from engine.plan import Arrived, LeaderMessage, PumpHint, StepPlan, StepResult
 from kv_transfer.landing import Landing, Notification, encode
 from kv_transfer.layout import KVLayout, make_group
+from kv_transfer.locality import host_id
 from kv_transfer.plan import manifest
 from router.protocol import AbortRequest, ReserveRequest, SamplingParams, SequenceOutput
 
@@ -42,7 +44,9 @@ class Bench:
             ReserveRequest(request_id=name, prompt_token_ids=[5] * tokens, sampling=params, router=router)
         )
 
-    def arrive(self, landing: Landing, first_token: int = 42) -> None:
+    def arrive(
+        self, landing: Landing, first_token: int = 42, *, checksum: int | None = None, sent_by: str = ""
+    ) -> None:
         word = Notification(
             kind="last",
             key=landing.key,
@@ -51,9 +55,11 @@ class Bench:
             writer_generation=1,
             first_token=first_token,
             num_tokens=landing.num_tokens,
-            manifest=manifest(LAYOUT, landing.num_tokens),
+            manifest=tuple(replace(g, checksum=checksum) for g in manifest(LAYOUT, landing.num_tokens)),
+            sent_at=3.0,
+            sent_by=sent_by,
         )
-        self.worker.on_rank_message(Arrived(rank=0, agent="prefill.0", notification=encode(word)))
+        self.worker.on_rank_message(Arrived(rank=0, agent="prefill.0", notification=encode(word), at=3.5))
 
     def commit(self, plan: StepPlan, token: int = 42) -> None:
         tokens = [(s.seq, token) for s in plan.steps if s.sample]
@@ -69,6 +75,24 @@ class Bench:
     def is_all_free(self) -> bool:
         stats = self.worker.stats()
         return (stats.free_blocks, stats.free_slots) == (BLOCKS, SLOTS) and self.worker.is_idle
+
+
+def test_only_what_came_with_checksums_is_compared() -> None:
+    bench = Bench()
+    plain, checked = bench.reserve("plain"), bench.reserve("checked")
+    bench.arrive(plain)
+    bench.arrive(checked, checksum=77)
+    plan = bench.worker.schedule()
+    assert plan is not None
+    assert [start.checksums for start in plan.starts] == [[], [{"csa_kv": 77}]]
+
+
+def test_arrivals_of_this_host_alone_are_timed() -> None:
+    bench = Bench()
+    bench.arrive(bench.reserve("near"), sent_by=host_id())
+    bench.arrive(bench.reserve("far"), sent_by="")
+    stats = bench.worker.stats()
+    assert (stats.handovers, stats.timed_arrivals, stats.arrival_seconds) == (2, 1, 0.5)
 
 
 def test_sequence_goes_on_from_the_token_that_prefill_sampled() -> None:

@@ -13,7 +13,7 @@ def configured(**values: object) -> EngineConfig:
 
 
 def test_local_is_refused_by_name_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"transport = 'local' \(YAML\): works inside one process only.*wanted auto, nixl"):
+    with pytest.raises(ConfigError, match=r"transport = 'local' \(YAML\): works inside one process.*wanted auto, nixl"):
         configured(transport="local")
 
 

@@ -109,9 +109,31 @@ def test_peers_that_share_no_transport_are_refused_by_what_they_have(cluster: Cl
     offered = msgspec.msgpack.decode(decode.endpoint.metadata, type=list[Endpoint])
     foreign = [msgspec.structs.replace(e, host="another") for e in offered if e.transport == "host"]
     peer = msgspec.structs.replace(decode.endpoint, metadata=msgspec.msgpack.encode(foreign))
+
+    def link_to(endpoint: Endpoint) -> None:
+        assert isinstance(prefill.transport, LinksItself)
+        prefill.transport.link(endpoint, scratch=torch.zeros(4096), allow_tcp=True, timeout_s=1.0)
+
     with pytest.raises(TransferError, match=r"offers host from another host, this rank has nixl, host: install nixl"):
-        prefill.transport.connect(peer)
+        link_to(peer)
     with pytest.raises(TransferError, match=f"metadata of {decode.endpoint.agent} is unusable"):
-        prefill.transport.connect(msgspec.structs.replace(decode.endpoint, metadata=b"\xc1"))
+        link_to(msgspec.structs.replace(decode.endpoint, metadata=b"\xc1"))
     with pytest.raises(TransferError, match="speaks 'nixl', not 'auto'"):
-        prefill.transport.connect(offered[0])
+        link_to(offered[0])
+
+
+def test_nothing_goes_over_what_was_not_measured(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **options: object) -> link_test.Link:
+        raise TransferError("no answer")
+
+    prefill, decode = cluster.side(1), cluster.side(None)
+    with pytest.raises(TransferError, match="link it first"):
+        prefill.transport.connect(decode.endpoint)
+    link(prefill, decode)
+    monkeypatch.setattr(link_test, "measure", fails)
+    with pytest.raises(TransferError, match="no answer"):
+        link(prefill, decode)
+    with pytest.raises(TransferError, match="link it first"):
+        prefill.transport.connect(decode.endpoint)
+    with pytest.raises(TransferError, match="not connected"):
+        prefill.transport.notify(decode.endpoint.agent, b"x")

@@ -24,8 +24,19 @@ def plain(pool: torch.Tensor, units: list[int], first: int = 0) -> int:
     for place, unit in enumerate(units, first):
         data = pool[unit].numpy().tobytes()
         words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
-        total += (2 * place + 1) * sum((2 * j + 1) * word for j, word in enumerate(words))
+        total += fold(sum(fold(word) * odd(j) for j, word in enumerate(words)) % MODULUS) * odd((1 << 40) + place)
     return total % MODULUS
+
+
+def fold(x: int) -> int:
+    return x ^ (x >> 32)
+
+
+def odd(n: int) -> int:
+    x = (n + 1) * 0x9E3779B97F4A7C15 % MODULUS
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % MODULUS
+    return x ^ (x >> 31) | 1
 
 
 @given(st.integers(0, 1000), st.permutations(range(UNITS)), st.integers(0, UNITS), st.integers(0, 1 << 20))
@@ -53,6 +64,14 @@ def test_every_changed_bit_and_every_exchange_of_units_is_seen() -> None:
         wrong[draw.choice(order), draw.randrange(8 * WORDS)] ^= 1 << draw.randrange(8)
         assert units_checksum(wrong, order) != right
     assert units_checksum(pool, [1, 5, 3]) != right
+    for _ in range(200):  # two wrong signs, which a plain sum would not see
+        wrong, places = pool.clone(), [(unit, 8 * word + 7) for unit in order for word in range(WORDS)]
+        for unit, byte in draw.sample(places, 2):
+            wrong[unit, byte] ^= 0x80
+        assert units_checksum(wrong, order) != right
+    swapped = pool.clone().view(torch.int64)
+    swapped[5, 1], swapped[1, 0] = swapped[1, 0].clone(), swapped[5, 1].clone()  # word 1 of the first, 0 of the second
+    assert units_checksum(swapped.view(torch.uint8), order) != right
     pool[0] ^= 0xFF  # not among the units
     assert units_checksum(pool, order) == right
 

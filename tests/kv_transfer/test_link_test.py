@@ -52,6 +52,12 @@ def test_tcp_inside_one_host_is_refused_with_what_to_try(local_cluster: Cluster)
     assert refusal(FAST, own, peer) == ""
 
 
+def test_a_lane_without_a_name_is_judged_by_its_speed(local_cluster: Cluster) -> None:
+    own, peer = local_cluster.side(1).endpoint, local_cluster.side(None).endpoint
+    assert refusal(FAST._replace(lane="unknown"), own, peer) == ""
+    assert "as slow" in refusal(POOR._replace(lane="unknown"), own, peer)
+
+
 @pytest.mark.parametrize("host", ["another", ""])
 def test_tcp_to_another_host_is_no_fault(local_cluster: Cluster, host: str) -> None:
     own, peer = local_cluster.side(1).endpoint, local_cluster.side(None).endpoint
