@@ -8,11 +8,12 @@ runner that serves alone; what a rank computed for a request that failed later i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,33 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, oracle_model: Path, start: Any
-) -> Iterator[Bench]:
-    lane = request.param
+def bench_of(
+    tmp_path_factory: pytest.TempPathFactory, oracle_model: Path, start: Any
+) -> Iterator[Callable[[str], Bench]]:
+    """A function of a lane to its cluster; the one before is ended."""
+    benches: dict[str, Bench] = {}
+    with contextlib.ExitStack() as running:
+
+        def bench(lane: str) -> Bench:
+            if lane not in benches:
+                running.close()
+                benches.clear()
+                benches[lane] = running.enter_context(
+                    _bench(lane, tmp_path_factory.mktemp("matrix"), oracle_model, start)
+                )
+            return benches[lane]
+
+        yield bench
+
+
+@contextlib.contextmanager
+def _bench(lane: str, folder: Path, model: Path, start: Any) -> Iterator[Bench]:
     if lane == "ucxx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("needs the package ucxx-cu13: pip install '.[ucxx]'")
-    folder = tmp_path_factory.mktemp("matrix")
     log = folder / "logits"
-    config = faults.write_config(folder, oracle_model, logits_log=str(log), transport=lane, **LANES[lane])
+    config = faults.write_config(folder, model, logits_log=str(log), transport=lane, **LANES[lane])
     options = {"dtype": "float32", "kv_cache_dtype": "fp32", "block_size": 128, "max_num_batched_tokens": 128}
-    check = logits.LogitsCheck(log, oracle_model, **options)
+    check = logits.LogitsCheck(log, model, **options)
     with start(folder, str(config)) as cluster:
         assert [pair["transport"] for pair in cluster.topology()["pairs"]] == [lane]
         yield asyncio.run(measure(cluster, check))
@@ -170,8 +187,11 @@ async def measure(cluster: Any, check: Any) -> Bench:
     )
 
 
-@pytest.mark.parametrize(("bench", "case"), parameters(), indirect=["bench"])
-def test_fault_ends_right_or_clearly_and_everything_comes_back(bench: Bench, case: Case, record_property: Any) -> None:
+@pytest.mark.parametrize(("lane", "case"), parameters())
+def test_fault_ends_right_or_clearly_and_everything_comes_back(
+    bench_of: Callable[[str], Bench], lane: str, case: Case, record_property: Any
+) -> None:
+    bench = bench_of(lane)
     bench.check.compare()
     ready_s, outcome, counts = asyncio.run(strike(bench, case))
     num_rows, distance = bench.check.compare()
