@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -36,6 +37,24 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """The benchmark running, killed at the end if it is still there; a suite in the background has SIGINT ignored."""
+    client = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with client:
+        try:
+            yield client
+        finally:
+            client.kill()
+
+
 def test_tenth_of_the_scale_in_real_time(server: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     """Law within 3 %, steady throughput within 2 % while the average is off by more than 10 %, at small cost."""
     words = ["--concurrency", "1,4,8", "--requests", "8", "--input-len", "8", "--output-len", "40", "--warmup", "0"]
@@ -58,7 +77,7 @@ def test_killed_process_is_a_failed_line_and_exit_code_1(
 ) -> None:
     command = [sys.executable, "-m", "deploy.cli", "bench", "serve", "--url", server[1], "--concurrency", "4,2"]
     command += ["--input-len", "8", "--output-len", "100000", "--warmup", "0", "--json", str(tmp_path / "a.json")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+    with started(command) as client:
         assert client.stderr is not None and client.stdout is not None
         # a request of the probe and four streams are at the server once it has been asked often enough
         assert server[0].stdout is not None
@@ -79,7 +98,7 @@ def test_stopped_by_ctrl_c_it_still_writes_its_report(
 ) -> None:
     command = [sys.executable, "-m", "deploy.cli", "bench", "serve", "--url", server[1], "--concurrency", "4"]
     command += ["--input-len", "8", "--output-len", "100000", "--warmup", "0", "--json", str(tmp_path / "a.json")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+    with started(command) as client:
         assert client.stdout is not None and server[0].stdout is not None
         for line in server[0].stdout:
             if line.startswith("batch of 4"):
