@@ -126,7 +126,10 @@ def test_model_is_absolute_and_gives_the_served_name(load, model: str, monkeypat
         ("router: {max_queu: 1}", "max_queu (FILE, router): no such setting; did you mean max_queue?"),
         ("router: {max_queue: 0}", "router (FILE): max_queue: 0 must be above 0"),
         ("supervisor: {max_restart: 1}", "max_restart (FILE, supervisor): no such setting; did you mean max_restarts?"),
-        ("transport: carrier-pigeon", "transport = 'carrier-pigeon' (FILE): wanted one of auto, nixl, host"),
+        (
+            "transport: carrier-pigeon",
+            "transport = 'carrier-pigeon' (FILE): wanted one of auto, nixl, host, ucxx, local",
+        ),
         (
             "prefill: {block_size: 128}",
             "block_size: prefill-0 has 128, decode-0 has 256; one could not read the other's cache: "
