@@ -9,9 +9,7 @@ A chunk is computed before its push is ordered, so what is read here is complete
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
-import threading
 from collections.abc import Callable
 
 import torch
@@ -26,6 +24,7 @@ from engine.plan import (
     PushPlan,
     RankMessage,
 )
+from engine.transport_thread import TransportThread
 from kv_transfer.checksum import MODULUS, units_checksum
 from kv_transfer.landing import Endpoint, decode_endpoint
 from kv_transfer.link_test import Candidate, Link, LinksItself, establish
@@ -33,8 +32,6 @@ from kv_transfer.plan import plan_push, source_rank_for
 from kv_transfer.transport import KvTransport, TransferError
 from kv_transfer.warm import SCRATCH_POOL
 from kv_transfer.writer import Writer, WriterEvent
-
-log = logging.getLogger(__name__)
 
 _ACTIVE_NAP_S = 0.0002
 _IDLE_WAIT_S = 1.0
@@ -196,22 +193,16 @@ class Transfers:
         )
 
 
-class TransferThread:
-    """A thread around Transfers: start() returns the endpoint; then `order` at will; `stop` waits for the end."""
+class TransferThread(TransportThread[Transfers]):
+    """A thread around Transfers: `order` at will; `stop` waits for the end. See TransportThread."""
 
     def __init__(self, make: Callable[[], Transfers], *, on_failed: Callable[[str], None]) -> None:
-        """make runs on the thread, so that the transport belongs to it from the beginning. on_failed: it has died."""
-        self._make, self._on_failed = make, on_failed
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[Endpoint | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
+        def register() -> tuple[Transfers, Endpoint]:
+            transfers = make()
+            return transfers, transfers.endpoint
 
-    def start(self) -> Endpoint:
-        self._thread.start()
-        outcome = self._started.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        super().__init__("transfers", register, on_failed=on_failed)
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
     def order(self, order: Order) -> None:
         self._orders.put(order)
@@ -219,22 +210,9 @@ class TransferThread:
     def stop(self) -> None:
         """End after the writes under way; nothing new is started."""
         self._orders.put(None)
-        self._thread.join()
+        self.join()
 
-    def _run(self) -> None:
-        try:
-            transfers = self._make()
-        except BaseException as e:
-            self._started.put(e)
-            return
-        self._started.put(transfers.endpoint)
-        try:
-            self._serve(transfers)
-        except Exception as e:
-            log.exception("the transfer thread ended")
-            self._on_failed(f"transfer thread: {type(e).__name__}: {e}")
-
-    def _serve(self, transfers: Transfers) -> None:
+    def serve(self, transfers: Transfers) -> None:
         is_stopping = False
         while not (is_stopping and transfers.is_idle):
             for order in self._take(_IDLE_WAIT_S if transfers.is_idle else _ACTIVE_NAP_S):

@@ -73,4 +73,4 @@ def test_the_death_of_the_thread_is_told() -> None:
 
     bench = Bench(lambda: Dying("decode", bench.registry))
     bench.start()
-    assert "arrival thread: RuntimeError: the lane is gone" in bench.failures.get(timeout=PATIENCE_S)
+    assert "thread of arrivals: RuntimeError: the lane is gone" in bench.failures.get(timeout=PATIENCE_S)
