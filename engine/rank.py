@@ -15,9 +15,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,10 +29,9 @@ from engine.memory_plan import plan_memory
 from engine.model.config import load_config
 from engine.ring import PeerGone, Waiter, open_rank_end
 from kv_transfer.landing import Endpoint, encode
+from kv_transfer.transports import make_transport
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.arrivals import ArrivalThread
     from engine.runner import ModelRunner
     from engine.transfers import TransferThread
@@ -137,7 +135,16 @@ class RankProcess:
     def _open_transport(self) -> Endpoint:
         """Start the thread that owns the transport."""
         config, cache = self._config, self._runner.cache
-        make = _transport_maker(config, self._runner.device)
+        device = self._runner.device
+
+        def make() -> KvTransport:
+            return make_transport(
+                config.transport,
+                config.worker_id,
+                memory="VRAM" if device.type == "cuda" else "DRAM",
+                device=device.index or 0,
+                host=config.host,
+            )
 
         def on_failed(reason: str) -> None:
             self.send(messages.RankFailed(rank=self._rank, reason=reason))
@@ -199,30 +206,6 @@ class RankProcess:
             case _:
                 assert self._transfers is not None, f"a decode rank was told {type(message).__name__}"
                 self._transfers.order(message)
-
-
-def _transport_maker(config: EngineConfig, device: torch.device) -> Callable[[], KvTransport]:
-    """Return what makes the group's transport for pools on `device`; called on the thread that will own it."""
-    memory: Literal["DRAM", "VRAM"] = "VRAM" if device.type == "cuda" else "DRAM"
-    number = device.index or 0
-    match config.transport:
-        case "auto":
-            from kv_transfer.auto_transport import AutoTransport
-
-            return lambda: AutoTransport(config.worker_id, memory=memory, device=number)
-        case "nixl":
-            from kv_transfer.nixl_transport import NixlTransport
-
-            return lambda: NixlTransport(config.worker_id, memory=memory, device=number)
-        case "host":
-            from kv_transfer.host_transport import HostTransport
-
-            return lambda: HostTransport(config.worker_id, memory=memory, device=number)
-        case "ucxx":
-            from kv_transfer.ucxx_transport import UcxxTransport
-
-            return lambda: UcxxTransport(config.worker_id, host=config.host)
-    raise ValueError(f"transport {config.transport!r}: works inside one process only (tests); use auto")
 
 
 def _find_leader(run_dir: Path) -> LeaderAddress:

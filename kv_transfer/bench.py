@@ -41,9 +41,9 @@ from rich.table import Table
 from kv_transfer.bench_layouts import BLOCK_TOKENS, LAYOUTS
 from kv_transfer.bench_receiver import Setting, receive
 from kv_transfer.bench_run import End, Run, Step
-from kv_transfer.bench_transports import TRANSPORTS
 from kv_transfer.bench_writer import write
 
+TRANSPORTS = ("nixl", "host", "ucxx")
 _PATIENCE_S = 10.0
 _EXAMPLES = """\
 examples:

@@ -15,8 +15,8 @@ import torch
 
 from kv_transfer.bench_layouts import LAYOUTS
 from kv_transfer.bench_pools import BenchPools, Units
-from kv_transfer.bench_transports import make_transport
 from kv_transfer.transport import KvTransport, TransferError
+from kv_transfer.transports import make_transport
 
 NUM_SLOTS = 2
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from soak_content import FREE, LAYOUT, NUM_BLOCKS, NUM_SLOTS, Pools, resources
 
-from kv_transfer.bench_transports import make_transport
 from kv_transfer.landing import Landing, Notification, decode_notification
 from kv_transfer.plan import manifest
+from kv_transfer.transports import make_transport
 
 NUM_KEPT = 2
 GRACE_S = 1.0

@@ -25,10 +25,10 @@ from typing import Any
 
 from soak_content import DEADLINE_S, GONE, LAYOUT, NUM_BLOCKS, NUM_SLOTS, Pools, resources
 
-from kv_transfer.bench_transports import make_transport
 from kv_transfer.landing import Endpoint, Landing
 from kv_transfer.plan import plan_push
 from kv_transfer.transport import KvTransport, TransferError
+from kv_transfer.transports import make_transport
 from kv_transfer.warm import warm
 from kv_transfer.writer import Writer, WriterEvent
 
