@@ -16,7 +16,6 @@ Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from kernels.tiles import Tile, Variant, tile_for, tiles_of
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
 SPREAD, FINISH = "hyper_spread", "hyper_finish"
+ADDED = 2  # spans of 16 channels whose sums are added up first: by a program of the first launch, or by the second one
+_SUMMED = 16 * ADDED
 _STREAM_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
@@ -141,17 +142,18 @@ def _begin(
     """Launch the spread (unless after is None) and the sums of the mix (unless mixer is None); return the latter."""
     tokens, n, hidden = streams.shape
     rows = mixer.fn.shape[0] if mixer else 0
-    cut = fit(tiles[0] if tiles else tile_for(SPREAD, arch_of(streams.device)), hidden=hidden)
-    parts = torch.empty((tokens, columns(rows) // 4, hidden // (16 * cut["W"]), 4), device=streams.device)
+    tile = tiles[0] if tiles else tile_for(SPREAD, arch_of(streams.device), tokens=tokens)
+    warps, spans = tile.constants["W"], tile.constants["L"]
+    parts = torch.empty((tokens, columns(rows) // 4, hidden // _SUMMED, ADDED // spans, 4), device=streams.device)
     y, before = after or (None, None)
     pdl, launch = _pdl(streams.device)
     if tokens:
-        spread_kernel[(-(-tokens // TOKENS), hidden // (16 * cut["W"]))](
+        spread_kernel[(-(-tokens // (TOKENS * warps)), hidden // (16 * spans))](
             out, parts if mixer else None, streams, streams.stride(0), streams.stride(1), y,
             before.carry if before else None, mixer.fn if mixer else None, sequence, tokens,
             before.eps if before else 0.0,
-            H=hidden, N=n, ROWS=rows, ITERS=before.iters if before else 0, COLUMNS=columns(rows), W=cut["W"],
-            SPREAD=after is not None, PDL=pdl, num_warps=cut["W"], num_stages=1, **launch,
+            H=hidden, N=n, ROWS=rows, ITERS=before.iters if before else 0, COLUMNS=columns(rows), W=warps, L=spans,
+            SPREAD=after is not None, PDL=pdl, num_warps=warps, num_stages=1, **launch,
         )  # fmt: skip
     return parts
 
@@ -170,8 +172,8 @@ def _finish(
         finish_kernel[(1 if is_head else 2, tokens)](
             x, carry, parts, streams, streams.stride(0), streams.stride(1), mixer.base, mixer.scale, mixer.norm,
             sequence, mixer.eps, mixer.norm_eps,
-            H=hidden, N=n, SPLITS=parts.shape[2], COLUMNS=4 * parts.shape[1], BLOCK=32 * warps, PDL=pdl,
-            num_warps=warps, num_stages=1, **launch,
+            H=hidden, N=n, SUMS=parts.shape[2], ADDED=parts.shape[3], COLUMNS=4 * parts.shape[1], BLOCK=32 * warps,
+            PDL=pdl, num_warps=warps, num_stages=1, **launch,
         )  # fmt: skip
     return Mixed(x, streams, carry, mixer.eps, mixer.iters)
 
@@ -179,11 +181,6 @@ def _finish(
 def columns(rows: int) -> int:
     """Return the floats that a program of the first launch leaves for each token: sums in eights, and the squares."""
     return 16 if rows <= 8 else 32
-
-
-def fit(tile: Tile, *, hidden: int) -> dict[str, int]:
-    """Return the constants of a tile of the first launch, with fewer warps where those do not divide H."""
-    return {"W": math.gcd(tile.constants["W"], hidden // 16)}
 
 
 def warps_of(tile: Tile, *, hidden: int) -> int:
@@ -240,21 +237,19 @@ _SPREADS = ((24, "*bf16"), (24, "*fp32"), (24, None), (4, "*fp32"), (4, None), (
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate: bfloat16 streams, 4 of 4096."""
-    found = [
-        _spread_variant(tile, rows, y, padded=rows != 0) for tile in tiles_of(SPREAD, arch) for rows, y in _SPREADS
-    ]
-    found += [_finish_variant(tile, rows, fit(tile_for(SPREAD, arch), hidden=_HIDDEN)["W"])
-              for tile in tiles_of(FINISH, arch) for rows in (24, 4)]  # fmt: skip
+    spreads = tiles_of(SPREAD, arch)
+    found = [_spread_variant(tile, rows, y, padded=rows != 0) for tile in spreads for rows, y in _SPREADS]
+    left = sorted({ADDED // tile.constants["L"] for tile in spreads})
+    found += [_finish_variant(tile, rows, one) for tile in tiles_of(FINISH, arch) for rows in (24, 4) for one in left]
     return found
 
 
 def _spread_variant(tile: Tile, rows: int, y: str | None, *, padded: bool) -> Variant:
-    cut = fit(tile, hidden=_HIDDEN)
     signature = {"out_ptr": "*bf16", "part_ptr": "*fp32", "streams_ptr": "*bf16", "token_stride": "i32"}
     signature |= {"stream_stride": "i32", "y_ptr": y or "", "carry_ptr": "*fp32", "fn_ptr": "*fp32"}
     signature |= {"sequence_ptr": "*i32", "tokens": "i32", "eps": "fp32"}
     fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "ROWS": rows, "ITERS": _ITERS if y else 0}
-    fixed |= {"COLUMNS": columns(rows), **cut, "SPREAD": y is not None, "PDL": True}
+    fixed |= {"COLUMNS": columns(rows), **tile.constants, "SPREAD": y is not None, "PDL": True}
     absent = (() if y else ("out_ptr", "y_ptr", "carry_ptr")) + (() if rows else ("part_ptr", "fn_ptr"))
     fixed |= dict.fromkeys(absent + (() if padded else ("sequence_ptr",)))
     return Variant(
@@ -262,19 +257,19 @@ def _spread_variant(tile: Tile, rows: int, y: str | None, *, padded: bool) -> Va
         spread_kernel,
         {name: kind for name, kind in signature.items() if name not in fixed},
         fixed,
-        cut["W"],
+        tile.num_warps,
         1,
         tensor_ops=("HMMA",) if rows else (),
         unaligned=("tokens",),
     )
 
 
-def _finish_variant(tile: Tile, rows: int, spread_warps: int) -> Variant:
+def _finish_variant(tile: Tile, rows: int, added: int) -> Variant:
     warps = warps_of(tile, hidden=_HIDDEN)
     signature = dict.fromkeys(finish_kernel.arg_names, "*fp32")
     signature |= {"x_ptr": "*bf16", "streams_ptr": "*bf16", "sequence_ptr": "*i32", "eps": "fp32", "norm_eps": "fp32"}
     signature |= {"token_stride": "i32", "stream_stride": "i32"}
-    fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "SPLITS": _HIDDEN // (16 * spread_warps)}
+    fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "SUMS": _HIDDEN // _SUMMED, "ADDED": added}
     fixed |= {"COLUMNS": columns(rows), "BLOCK": 32 * warps, "PDL": True}
     if rows == _STREAMS:
         fixed["carry_ptr"], signature["x_ptr"] = None, "*fp32"

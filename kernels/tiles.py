@@ -127,6 +127,10 @@ def _linear(
     return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
 
 
+def _spread(warps: int, spans: int, **upto: int) -> Tile:
+    return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
+
+
 def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: int) -> Tile:
     """A tile of the gate; moe_gate._constants says what the constants mean. converted: activations of a program."""
     constants = {"KS": ks, "SPLIT": split, "NB": nb, "CONVERTED": converted}
@@ -210,9 +214,13 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _experts(2, rs=4, pair_s=2, nb=8, ahead=2, registers=128, resident=4, stages=3),
         ),
     },
-    # W: warps, 16 channels each; the same for any number of tokens, or a token's sums would depend on it.
-    "hyper_spread": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
-    "hyper_finish": {"sm_120": (Tile({"W": 16}, num_warps=16),), "sm_90": (Tile({"W": 16}, num_warps=16),)},
+    # W: warps, 16 tokens each.   L: spans of 16 channels that a program goes through, at most ADDED.
+    "hyper_spread": {
+        "sm_120": (_spread(1, 1, tokens=16), _spread(1, 2)),
+        "sm_90": (_spread(1, 1, tokens=16), _spread(1, 2)),
+    },
+    # One tile: the order of a token's sums follows from W.
+    "hyper_finish": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
     "moe_gate": {
         "sm_120": (_gate(4, 8, tokens=8), _gate(8, 2)),
         "sm_90": (_gate(4, 8, tokens=8), _gate(8, 2)),

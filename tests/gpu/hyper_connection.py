@@ -19,7 +19,8 @@ import torch
 from tests.gpu.runner import Job, load, main
 
 BF16, FLOAT = torch.bfloat16, torch.float32
-TILES = [(1, 4), (2, 8), (8, 16), (4, 32)]  # warps of the first and of the second launch
+# Warps of both launches, and spans of the first; bits do not depend on warps and spans of the first.
+TILES = [(1, 4, 1), (1, 8, 2), (2, 16, 1), (4, 32, 2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Case:
 
     def __str__(self) -> str:
         flags = [name for name in ("head", "expanded") if getattr(self, name)]
-        flags += [] if self.design is None else [f"warps {TILES[self.design]}"]
+        flags += [] if self.design is None else ["warps {}, {}, spans {}".format(*TILES[self.design])]
         flags += [f"{self.iters} rounds, sharp {self.sharp:g}"] if self.sharp != 1 else []
         types = f"{self.dtype} y {self.y_dtype}".replace("torch.", "")
         return " ".join([f"B={self.tokens}+{self.padding} {self.n} x {self.hidden} {types}", *flags])
@@ -69,10 +70,15 @@ def make(case: Case, device: str, *, seed: int = 0):
     return load("hyper_connection_cases").make_case(case.tokens, **sizes, seed=seed, device=device)
 
 
+def _tiles(design: int):
+    warps, finish_warps, spans = TILES[design]
+    return load("hyper_connection_cases").make_tiles(warps, finish_warps, spans=spans)
+
+
 def fault_of(case: Case, device: str) -> str:
     """Return what is wrong, "" if nothing."""
     made = make(case, device)
-    options = {} if case.design is None else {"tiles": load("hyper_connection_cases").make_tiles(*TILES[case.design])}
+    options = {} if case.design is None else {"tiles": _tiles(case.design)}
     fault = str(made.fault(**options))
     first, second = made.run(**options), made.run(**options)
     return fault or _bits(first, second, "two calls") or load("hyper_connection_cases").spread_alone_fault(made)
@@ -88,6 +94,19 @@ def batch_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
         part = dataclasses.replace(whole, x=whole.x[own], streams=whole.streams[own], carry=whole.carry[own])
         if fault := _bits(one, part, f"token {at} alone and in a batch of {tokens}"):
             return fault
+    return ""
+
+
+def cut_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
+    """Return whether bits depend on how the first launch is cut, "" if not."""
+    module = load("hyper_connection_cases")
+    for dtype in (BF16, FLOAT):
+        made = module.make_case(tokens, hidden=hidden, dtype=dtype, device=device)
+        one = made.run(tiles=module.make_tiles(1, 4, spans=1))
+        for warps, spans in ((1, 2), (2, 2), (4, 1)):
+            other = made.run(tiles=module.make_tiles(warps, 4, spans=spans))
+            if fault := _bits(one, other, f"{dtype}: {warps} warps, {spans} spans"):
+                return fault
     return ""
 
 
@@ -141,6 +160,7 @@ def jobs_of(device: str, *, small: bool) -> list[Job]:
     found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
     sizes = {"hidden": 64, "tokens": 17} if small else {}
     found.insert(0, ("bits alone and in a batch", functools.partial(batch_fault, device, **sizes)))
+    found.insert(0, ("bits of every cut", functools.partial(cut_fault, device, **sizes)))
     if device == "cuda":
         found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
     return found

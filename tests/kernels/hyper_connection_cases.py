@@ -161,6 +161,6 @@ def spread_alone_fault(case: Case) -> str:
     return "" if torch.equal(spread(case.y, begun, sequence=case.sequence), whole.streams) else "bits differ"
 
 
-def make_tiles(warps: int, finish_warps: int) -> tuple[Tile, Tile]:
+def make_tiles(warps: int, finish_warps: int, *, spans: int = 1) -> tuple[Tile, Tile]:
     """Return tiles of both launches."""
-    return Tile({"W": warps}, num_warps=warps), Tile({"W": finish_warps}, num_warps=finish_warps)
+    return Tile({"W": warps, "L": spans}, num_warps=warps), Tile({"W": finish_warps}, num_warps=finish_warps)

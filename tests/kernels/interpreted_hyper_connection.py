@@ -64,11 +64,21 @@ def test_any_number_of_spans(hidden):
     assert make_case(2, hidden=hidden).fault() == ""
 
 
-@pytest.mark.parametrize(("warps", "finish_warps", "hidden"), [(1, 1, 576), (2, 2, 192), (8, 1, 128)])
-def test_every_way_to_cut_equals_the_formula(warps, finish_warps, hidden):
-    """The first has more spans than the second launch takes at once."""
+@pytest.mark.parametrize(("warps", "spans", "finish_warps", "hidden"), [(1, 1, 1, 1088), (2, 2, 2, 192)])
+def test_every_way_to_cut_equals_the_formula(warps, spans, finish_warps, hidden):
+    """The first has more sums than the second launch takes at once."""
     case = make_case(1, hidden=hidden, n=2, iters=1)
-    assert case.fault(tiles=cases.make_tiles(warps, finish_warps)) == ""
+    assert case.fault(tiles=cases.make_tiles(warps, finish_warps, spans=spans)) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bits_do_not_depend_on_how_the_first_launch_is_cut(dtype):
+    case = make_case(2, dtype=dtype, iters=2)
+    one = case.run(tiles=cases.make_tiles(1, 1, spans=1))
+    other = case.run(tiles=cases.make_tiles(2, 1, spans=2))
+    assert torch.equal(one.x, other.x)
+    assert torch.equal(one.streams, other.streams)
+    assert torch.equal(one.carry, other.carry)
 
 
 @pytest.mark.parametrize("iters", [1, 2, 20])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.hyper_connection import hc_head, hc_post, hc_pre
-from kernels.hyper_connection_decode import mix, spread, spread_and_mix
+from kernels.hyper_connection_decode import ADDED, mix, spread, spread_and_mix
 from kernels.norm_rope import rms_norm
 from kernels.tiles import TILES
 
@@ -124,6 +124,11 @@ def test_nothing_is_spread_behind_the_head():
 
 
 @pytest.mark.parametrize("arch", sorted(TILES["hyper_spread"]))
-def test_sums_are_cut_alike_for_any_number_of_tokens(arch):
+def test_a_tile_leaves_sums_that_the_second_launch_can_add_up(arch):
+    assert all(ADDED % tile.constants["L"] == 0 for tile in TILES["hyper_spread"][arch])
+
+
+@pytest.mark.parametrize("arch", sorted(TILES["hyper_finish"]))
+def test_sums_are_added_up_alike_for_any_number_of_tokens(arch):
     """Or a token's bits would depend on how many others there are."""
-    assert len({tile.constants["W"] for tile in TILES["hyper_spread"][arch]}) == 1
+    assert len(TILES["hyper_finish"][arch]) == 1
