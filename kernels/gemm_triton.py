@@ -21,7 +21,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gemm_fragment_triton import BF16, FP8, lane_gamma, lane_tokens, lane_weights, multiply, product, weigh
+from kernels.gemm_fragment_triton import (
+    BF16,
+    FP8,
+    lane_gamma,
+    lane_tokens,
+    lane_weights,
+    multiply,
+    product,
+    weigh,
+    widen,
+)  # fmt: skip
 
 _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 
@@ -226,10 +236,7 @@ def many_kernel(
             total = product(w, tl.trans(x), total)
         else:
             sums = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
-            if x_scale_ptr is not None:
-                sums = tl.dot(w, tl.trans(x), sums)
-            else:
-                sums = product(w.to(tl.bfloat16), tl.trans(x), sums)
+            sums = tl.dot(w, tl.trans(x), sums) if x_scale_ptr is not None else product(widen(w), tl.trans(x), sums)
             sums *= scale[:, None]
             after = tl.minimum(step + 1, steps - 1) * BLOCK_K // 128
             scale = tl.load(scale_ptr + line * columns + after)  # the next step's

@@ -105,7 +105,7 @@ def _many(
         counter = shares[1] + (place * (2 * COLUMNS // 16) + row_tile)
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
             tl.store(counter, 0)  # for the next call
-            SOME: tl.constexpr = 16 if NB > 1 else 8
+            SOME: tl.constexpr = 4 * NB if NB > 2 else 8
             for start in tl.range(edges[0], edges[1], SOME, num_stages=1):
                 column = (start - edges[0]) % (8 * NB)
                 part = (start - column, edges[1])
@@ -154,7 +154,8 @@ def _take(
     items = many * MANY_ITEMS + (number - many) * BLOCKS if NB > 0 else number * BLOCKS
     item = tl.program_id(0)
     if LOOPS:
-        for i in tl.range(item, items, tl.num_programs(0), num_stages=1):
+        # What is the same for every item is worked out anew: it would hold registers through all of them.
+        for i in tl.range(item, items, tl.num_programs(0), num_stages=1, disable_licm=True):
             _do(
                 i, many, out, codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, gather_ptr, active_ptr, capacity,
                 shares, ROWS, K, COLUMNS, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, FORMAT, UP,

@@ -152,7 +152,14 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # row_bytes: of a row of weights.   mib: of all weights.
     "linear_few": {
         "sm_120": (_few(8, r=2, depth=1, row_bytes=1024), _few(8)),
-        "sm_90": (_few(8, r=2, depth=1, row_bytes=1024), _few(8)),
+        "sm_90": (
+            _few(2, depth=4, row_bytes=512),
+            _few(4, depth=4, row_bytes=1024, tokens=8),
+            _few(4, r=2, row_bytes=1024),
+            _few(4, depth=4, row_bytes=2048),
+            _few(8, depth=4, mib=15),
+            _few(8),
+        ),
     },
     "linear_many": {
         "sm_120": (
@@ -162,9 +169,12 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=2, split=1, ahead=0),
         ),
         "sm_90": (
-            _linear(64, 32, tokens=32),
-            _linear(64, 64, tokens=64, mib=15),
-            _linear(128, 64, warps=8, tokens=64),
+            _linear(64, 32, stages=8, tokens=32),
+            _linear(64, 64, stages=6, ahead=0, tokens=64, mib=20, row_bytes=4096),
+            _linear(64, 64, stages=8, tokens=64, mib=31),
+            _linear(128, 64, warps=8, tokens=64, mib=64),
+            _linear(64, 64, tokens=64),
+            _linear(64, 128, split=1, ahead=0, tokens=256),
             _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
         ),
     },
@@ -211,19 +221,19 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_90": (
             _experts(1, ks=2, rs=2, registers=80, tokens=8),
             _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
-            _experts(2, rs=4, pair_s=2, nb=8, ahead=2, registers=128, resident=4, stages=3),
+            _experts(2, rs=8, pair_s=2, nb=8, many_s=2, registers=128, resident=2, stages=3),
         ),
     },
     # W: warps, 16 tokens each.   L: spans of 16 channels that a program goes through, at most ADDED.
     "hyper_spread": {
-        "sm_120": (_spread(1, 1, tokens=16), _spread(1, 2)),
-        "sm_90": (_spread(1, 1, tokens=16), _spread(1, 2)),
+        "sm_120": (_spread(1, 1, tokens=8), _spread(1, 2, tokens=32), _spread(4, 2)),
+        "sm_90": (_spread(1, 1, tokens=8), _spread(1, 2, tokens=32), _spread(4, 2)),
     },
     # One tile: the order of a token's sums follows from W.
-    "hyper_finish": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
+    "hyper_finish": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
     "moe_gate": {
-        "sm_120": (_gate(4, 8, tokens=8), _gate(8, 2)),
-        "sm_90": (_gate(4, 8, tokens=8), _gate(8, 2)),
+        "sm_120": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
+        "sm_90": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
     },
     # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},
