@@ -38,6 +38,11 @@ class Layer:
     is_wide: bool = False  # float32 activations
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether training rounded its activations to e4m3: all of e4m3 weights, o_a excepted."""
+        return not self.is_float and self.groups == 1
+
+    @property
     def bytes(self) -> int:
         return self.groups * self.rows * self.channels * (2 if self.is_float else 1)
 
@@ -73,6 +78,9 @@ def benches() -> list[Bench]:
         *(_bench(layer, tokens) for tokens in (16, 256) for layer in SHARED[:2]),
         *(_bench(layer, tokens, ranks=4) for tokens in (512, 4096) for layer in layers(4)[:4]),
         _bench(SHARED[0], 4096),
+        *(_bench(layer, 64, quantize=True) for layer in SHARED if layer.is_quantised),
+        *(_bench(layer, 64, ranks=n, quantize=True) for n in RANKS for layer in layers(n) if layer.is_quantised),
+        *(_bench(layer, 32, ranks=4, quantize=True) for layer in layers(4) if layer.is_quantised),
         _bench(layers(4)[3], 4096, ranks=4, quantize=True),
     ]
 
@@ -89,6 +97,8 @@ def samples() -> list[Bench]:
         _bench(Layer("fp8 cut", 80, 208), 20, offset=(48, 64)),
         _bench(Layer("fp8 groups", 80, 256, groups=3), 5),
         _bench(Layer("fp8 groups", 80, 256, groups=3), 20, quantize=True),
+        _bench(Layer("fp8", 80, 320, is_normed=True), 20, quantize=True),
+        _bench(Layer("fp8 of few rows", 80, 2048), 20, quantize=True),
         _bench(Layer("fp8", 200, 300), 70),
         _bench(wide, 3),
         _bench(wide, 20),

@@ -8,7 +8,8 @@ views that later kernels take as they are. A norm in front of up to FEW tokens c
 its factor onto the sums. Before more tokens it has a launch of its own. What meets the weights is rounded to x's dtype.
 
 Weights and x are exact (float32 ones: see gemm_fragment_triton.py), but for the rounding behind a norm. `quantize`:
-e4m3 weights meet e4m3 activations, a scale per token and 128 channels (quant.py), as in training. Sums are float32 in a
+e4m3 weights meet e4m3 activations, a scale per token and 128 channels (quant.py), as in training; a launch of its own
+makes them, with the norm if there is one, and what it rounds has been rounded to x's dtype. Sums are float32 in a
 fixed order: equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile),
 not on what they are. A row of x that is padding gives what its values give; nothing else is read for it.
 """
@@ -24,11 +25,12 @@ from torch import Tensor
 
 from kernels.gemm import BLOCK, grouped_linear_reference, linear_reference
 from kernels.gemm_triton import few_kernel, many_kernel, norm_kernel, quantize_kernel
+from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
 
-FEW_OP, MANY_OP = "linear_few", "linear_many"
+FEW_OP, MANY_OP, QUANTIZED_OP = "linear_few", "linear_many", "linear_quantized"
 FEW = 16  # tokens that warps read into registers
 KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2}
 _COUNTERS = 1 << 14
@@ -52,17 +54,18 @@ def linear_decode(
     x: [T, K] bfloat16 or float32, any row stride.   weight: [N, K] e4m3, bfloat16 or float32.   scale: float32
     [ceil((offset[0] + N) / 128), ceil((offset[1] + K) / 128)] of an e4m3 weight.   offset: row and column, below 128,
     at which the weight begins within its first tile.   norm: [K], weight of an RMS norm of x over K, with `eps`.
-    quantize: x to e4m3 first.   tile: instead of the table's.   Calls on one device must not overlap: they share
-    counters. Nothing but x may be written by the kernel before. Raises ValueError for what does not fit.
+    quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   Calls on one device
+    must not overlap: they share counters. Nothing but x may be written by the kernel before. Raises ValueError for what
+    does not fit.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: wanted [T, K] and [N, K]")
     _check(x, weight, scale, offset, out_dtype, groups=1)
-    if norm is not None and (norm.shape != x.shape[1:] or quantize or not norm.is_contiguous()):
-        raise ValueError(f"norm {tuple(norm.shape)}, quantize {quantize}: wanted ({x.shape[1]},) and no quantize")
+    _check_norm(x, norm)
     _check_quantize(quantize, weight, offset, groups=1)
     if not uses_triton(x):
-        given = _quantized(x) if quantize else x.float()
+        given = _quantized(x, norm, eps) if quantize else x.float()
+        norm = None if quantize else norm
         weight = weight if scale is not None else weight.float()
         return linear_reference(given, weight, scale, offset=offset, norm=norm, eps=eps).to(out_dtype)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
@@ -113,15 +116,19 @@ def join_weights(weights: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> tu
     return torch.cat(tuple(weights)), torch.cat(tuple(scales)) if scales else None
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, norm: Tensor | None = None, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return quantize_e4m3(x, 128): codes [T, K] and float32 scales [T, ceil(K / 128)] of x [T, K], any row stride.
 
-    On a GPU a token's scales lie apart, those of many tokens together.
+    norm: [K], weight of an RMS norm of x before, with `eps`; its result is rounded to x's dtype. On a GPU a token's
+    scales lie apart, those of many tokens together. Raises ValueError for what does not fit.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)}, strides {x.stride()}: wanted [T, K] with channels packed")
+    _check_norm(x, norm)
     tokens, channels = x.shape
     if not uses_triton(x):
+        if norm is not None:
+            x = rms_norm_reference(x, norm, eps).to(x.dtype)
         codes, scale = quantize_e4m3(torch.nn.functional.pad(x, (0, -channels % BLOCK)), BLOCK)
         return codes[:, :channels].contiguous(), scale
     codes = torch.empty((tokens, channels), dtype=torch.float8_e4m3fn, device=x.device)
@@ -129,16 +136,28 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     room = -(-tokens // _ROOM) * _ROOM
     scale = torch.empty((-(-channels // BLOCK), room), dtype=torch.float32, device=x.device)
     pdl, launch = _pdl(x.device)
+    groups = _groups(channels)
     if tokens:
         quantize_kernel[(tokens,)](
-            codes, scale, x, x.stride(0), room, channels, GROUPS=_groups(channels), PDL=pdl, num_warps=8, **launch
-        )
+            codes, scale, x, norm, x.stride(0), room, channels, eps, GROUPS=groups, PDL=pdl,
+            num_warps=_quantize_warps(groups), **launch,
+        )  # fmt: skip
     return codes, scale.T[:tokens]
 
 
-def _quantized(x: Tensor) -> Tensor:
+def _check_norm(x: Tensor, norm: Tensor | None) -> None:
+    if norm is not None and (norm.shape != x.shape[1:] or not norm.is_contiguous()):
+        raise ValueError(f"norm {tuple(norm.shape)}, strides {norm.stride()}: wanted packed ({x.shape[1]},)")
+
+
+def _quantize_warps(groups: int) -> int:
+    """Return as many warps as give each lane 8 channels, one load of bfloat16: at most 16."""
+    return max(1, min(16, groups // 2))
+
+
+def _quantized(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     flat = x.reshape(x.shape[0], -1)
-    codes, scale = quantize_rows(flat)
+    codes, scale = quantize_rows(flat, norm, eps=eps)
     pad = scale.shape[1] * BLOCK - flat.shape[1]
     codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad)).view(torch.float8_e4m3fn)
     return dequantize_e4m3(codes, scale, BLOCK)[:, : flat.shape[1]].view(x.shape)
@@ -192,14 +211,16 @@ def _launch(
     rows, channels = weight.shape[0] // groups, weight.shape[1]
     kind, unit = KINDS[weight.dtype], weight.element_size()
     tile = tile or table_tile(
-        arch_of(x.device), tokens, rows=groups * rows, channels=channels, unit=unit,
-        is_whole=channels * unit % 16 == 0 and offset[1] % 16 == 0 and not quantize,
+        arch_of(x.device), tokens, rows=groups * rows, channels=channels, unit=unit, quantize=quantize,
+        is_whole=channels * unit % 16 == 0 and offset[1] % 16 == 0,
     )  # fmt: skip
     few, pdl = is_few(tile), HAS_PDL(x.device)
+    if few and quantize:
+        raise ValueError("quantize with a tile of few tokens, whose kernel takes no e4m3 activations")
     fit = fit_few if few else fit_many
     cut = fit(
         tile, tokens, rows=rows, channels=channels, unit=unit, groups=groups, sms=sm_count(x.device),
-        is_split=norm is None, is_wide=x.dtype == torch.float32, shift=offset[1],
+        is_split=quantize or norm is None, is_wide=x.dtype == torch.float32 and not quantize, shift=offset[1],
     )  # fmt: skip
     splits = cut.pop("SPLIT")
     high, wide = span(cut)
@@ -220,14 +241,14 @@ def _launch(
             num_warps=cut["KS"] * cut["RS"], **fixed, **limit,
         )  # fmt: skip
         return
-    if norm is not None:
-        x = _normed(x, norm, eps)
     if quantize:
-        x, x_scale = quantize_rows(x.reshape(tokens, -1))
+        x, x_scale = quantize_rows(x.reshape(tokens, -1), norm, eps=eps)
+    elif norm is not None:
+        x = _normed(x, norm, eps)
     many_kernel[grid](
         out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0),
         0 if x_scale is None else x_scale.stride(1), out.stride(0), rows, channels, offset[0], splits,
-        num_warps=tile.num_warps, **fixed,
+        STAGES=tile.num_stages if quantize else None, num_warps=tile.num_warps, **fixed,
     )  # fmt: skip
 
 
@@ -255,10 +276,13 @@ def is_few(tile: Tile) -> bool:
     return "KS" in tile.constants
 
 
-def table_tile(arch: str, tokens: int, *, rows: int, channels: int, unit: int, is_whole: bool) -> Tile:
+def table_tile(
+    arch: str, tokens: int, *, rows: int, channels: int, unit: int, is_whole: bool, quantize: bool = False
+) -> Tile:
     """Return the table's tile. unit: bytes of a weight.   is_whole: rows can be read in pieces of 16 bytes."""
     shape = {"tokens": tokens, "row_bytes": channels * unit, "mib": -(-rows * channels * unit >> 20)}
-    return tile_for(FEW_OP if tokens <= FEW and is_whole else MANY_OP, arch, **shape)
+    few = tokens <= FEW and is_whole
+    return tile_for(QUANTIZED_OP if quantize else FEW_OP if few else MANY_OP, arch, **shape)
 
 
 def span(cut: dict[str, int]) -> tuple[int, int]:
@@ -374,6 +398,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
     (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
     (1, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
+    (1, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
     (1, 1024, 4096, _FP8, "*bf16", "*bf16", False, False),  # programs share the channels
     (1, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
     (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
@@ -389,12 +414,21 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (64, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
     (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
     (64, 32768, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (64, 24576, 1024, _FP8, "*bf16", "*bf16", False, False),
     (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
+    (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
     (64, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (64, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (64, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
     (256, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
     (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
+    (512, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (64, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
+    (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
+    (64, 1536, 4096, _FP8, "*bf16", "*bf16", False, True),
+    (64, 32768, 1024, _FP8, "*bf16", "*bf16", True, True),
+    (32, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
+    (32, 1024, 4096, _FP8, "*bf16", "*bf16", False, True),
     (4096, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
 )
 _UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
@@ -406,14 +440,23 @@ def variants(arch: str) -> list[Variant]:
     for shape in _SHAPES:
         variant = _variant(arch, *shape)
         found.setdefault(repr((variant.kernel, variant.signature, variant.constants)), variant)
-    codes = {"codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16", "x_stride": "i32"}
-    codes |= {"scale_stride": "i32", "channels": "i32"}
-    fixed = {"GROUPS": _groups(2048), "PDL": True}
-    found["quantize"] = Variant("linear_quantize", quantize_kernel, codes, fixed, 8, 3, tensor_ops=())
+    quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
+    for channels, is_normed in [(1024, True), *quantised]:
+        groups = _groups(channels)
+        signature = {"codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16", "gamma_ptr": "*bf16"}
+        signature |= {"x_stride": "i32", "scale_stride": "i32", "channels": "i32", "eps": "fp32"}
+        fixed: dict[str, Any] = {"GROUPS": groups, "PDL": True}
+        if not is_normed:
+            del signature["gamma_ptr"]
+            fixed["gamma_ptr"] = None
+        warps = _quantize_warps(groups)
+        variant = Variant("linear_quantize", quantize_kernel, signature, fixed, warps, 3, tensor_ops=())
+        found[f"quantize {channels} {is_normed}"] = variant
     for x, block in (("*bf16", 1024), ("*fp32", 4096)):
-        normed = {"out_ptr": x, "x_ptr": x, "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32", "eps": "fp32"}
+        signature = {"out_ptr": x, "x_ptr": x, "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
         fixed = {"BLOCK": block, "PDL": True}
-        found[f"norm {x}"] = Variant("linear_norm", norm_kernel, normed, fixed, 8, 3, tensor_ops=())
+        variant = Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=())
+        found[f"norm {x}"] = variant
     return list(found.values())
 
 
@@ -421,12 +464,12 @@ def _variant(
     arch: str, tokens: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str, normed: bool, quantize: bool
 ) -> Variant:
     unit = torch.empty((), dtype=dtype).element_size()
-    tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=not quantize)
+    tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
     few = is_few(tile)
     kernel: Any = few_kernel if few else many_kernel
     cut = (fit_few if few else fit_many)(
         tile, tokens, rows=rows, channels=channels, unit=unit, groups=1, sms=MULTIPROCESSORS[arch],
-        is_split=not normed, is_wide=x == "*fp32",
+        is_split=quantize or not normed, is_wide=x == "*fp32" and not quantize,
     )  # fmt: skip
     is_split = cut.pop("SPLIT") > 1
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
@@ -438,8 +481,10 @@ def _variant(
     absent += [] if is_split else ["part_ptr", "counter_ptr"]
     absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
     fixed: dict[str, Any] = {"SHIFT": 0, "KIND": KINDS[dtype], "PDL": True, **cut, **dict.fromkeys(absent)}
+    if not few:
+        fixed["STAGES"] = tile.num_stages if quantize else None
     return Variant(
-        FEW_OP if few else MANY_OP,
+        QUANTIZED_OP if quantize else FEW_OP if few else MANY_OP,
         kernel,
         {name: signature[name] for name in kernel.arg_names if name not in fixed},
         fixed,

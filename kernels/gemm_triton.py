@@ -179,7 +179,7 @@ def many_kernel(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
@@ -217,13 +217,14 @@ def many_kernel(
     channel = tl.arange(0, BLOCK_K)
     line = (group * rows + row_shift + inside) // 128
     total = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
-    scale, x_scale = 1.0, 1.0
+    scale = 1.0
     if KIND == FP8:
-        scale = tl.load(scale_ptr + line * columns + first * BLOCK_K // 128)
-    if x_scale_ptr is not None:
-        x_line = x_scale_ptr + token + group * columns * scale_stride
-        x_scale = tl.load(x_line + first * BLOCK_K // 128 * scale_stride)
-    for step in range(first, last):
+        scale_line = scale_ptr + line * columns
+        if x_scale_ptr is None:
+            scale = tl.load(scale_line + first * BLOCK_K // 128)
+        else:
+            x_line = x_scale_ptr + token + group * columns * scale_stride
+    for step in tl.range(first, last, num_stages=STAGES):
         at = step * BLOCK_K + channel - SHIFT
         if EVEN:
             w = tl.load(w_row[:, None] + at[None, :])
@@ -234,16 +235,16 @@ def many_kernel(
             x = tl.load(x_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
         if KIND != FP8:
             total = product(w, tl.trans(x), total)
+        elif x_scale_ptr is None:
+            # The next step's, asked for before the product so that it is there behind it.
+            following = tl.load(scale_line + tl.minimum(step + 1, steps - 1) * BLOCK_K // 128)
+            total += product(widen(w), tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32)) * scale[:, None]
+            scale = following
         else:
-            sums = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
-            sums = tl.dot(w, tl.trans(x), sums) if x_scale_ptr is not None else product(widen(w), tl.trans(x), sums)
-            sums *= scale[:, None]
-            after = tl.minimum(step + 1, steps - 1) * BLOCK_K // 128
-            scale = tl.load(scale_ptr + line * columns + after)  # the next step's
-            if x_scale_ptr is not None:
-                sums *= x_scale[None, :]
-                x_scale = tl.load(x_line + after * scale_stride)
-            total += sums
+            block = step * BLOCK_K // 128
+            w_scale, x_scale = tl.load(scale_line + block), tl.load(x_line + block * scale_stride)
+            sums = tl.dot(w, tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32))
+            total += sums * w_scale[:, None] * x_scale[None, :]
     _finish(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
         BLOCK_R, BLOCK_T, SHARES,
@@ -252,27 +253,36 @@ def many_kernel(
 
 @triton.jit
 def quantize_kernel(
-    codes_ptr, scale_ptr, x_ptr, x_stride, scale_stride, channels, GROUPS: tl.constexpr, PDL: tl.constexpr
+    codes_ptr, scale_ptr, x_ptr, gamma_ptr, x_stride, scale_stride, channels, eps,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """quant.quantize_e4m3 of rows of x in groups of 128 channels, the last one possibly cut. Grid (tokens,).
 
-    A group's scales lie together, those of the next one scale_stride behind them.
+    A group's scales lie together, those of the next one scale_stride behind them.   gamma_ptr: weight of an RMS norm
+    before it, whose result is rounded to x's dtype, or None.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     columns = (channels + 127) // 128
     token, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
     at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if gamma_ptr is not None:
+        gamma = tl.load(gamma_ptr + at, mask=at < channels, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token * x_stride + at, mask=at < channels, other=0.0).to(tl.float32)
-    broken = tl.max((x != x).to(tl.int32), 1)
-    largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
-    least = tl.div_rn(tl.where(largest > 1e-4, largest, 1e-4), 448.0)
-    scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    codes = tl.div_rn(x, scale[:, None])
-    scale = tl.where(broken > 0, float("nan"), scale)
+    if gamma_ptr is not None:
+        y = x * tl.rsqrt(tl.sum(x * x) / channels + eps) * gamma
+        x = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    # On the bits, which order magnitudes as the values do, with inf and NaN at the top. 0x38D1B717: 1e-4. A mantissa
+    # above that of 448 = 1.75 * 2^8 takes the next power of two.
+    largest = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0x38D1B717)
+    broken = largest >= 0x7F800000
+    power = ((largest + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+    inverse = tl.where(broken, 0, (254 << 23) - power).to(tl.float32, bitcast=True)  # exact; 0 * inf is NaN
+    scale = tl.where(broken, largest, power).to(tl.float32, bitcast=True)
     tl.store(scale_ptr + group * scale_stride + token, scale, mask=group < columns)
-    tl.store(codes_ptr + token * channels + at, codes.to(tl.float8e4nv), mask=at < channels)
+    tl.store(codes_ptr + token * channels + at, (x * inverse[:, None]).to(tl.float8e4nv), mask=at < channels)
 
 
 @triton.jit

@@ -178,6 +178,21 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
         ),
     },
+    # With e4m3 activations.
+    "linear_quantized": {
+        "sm_120": (
+            _linear(64, 32, stages=5, least=8, tokens=32),
+            _linear(64, 64, stages=4, least=8, tokens=64),
+            _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
+        ),
+        "sm_90": (
+            _linear(64, 32, stages=8, least=8, tokens=32),
+            _linear(64, 32, stages=8, least=8, tokens=64, mib=8, row_bytes=2048),
+            _linear(64, 64, stages=6, least=8, tokens=64),
+            _linear(64, 128, split=1, ahead=0, tokens=256),
+            _linear(128, 128, warps=8, stages=4, split=1, ahead=0),
+        ),
+    },
     # row_bytes: of a row's values. Up to 512 all packed rows, bf16 of 256 channels, fp32 of 128; others take the last.
     "sparse_attention": {
         "sm_120": (

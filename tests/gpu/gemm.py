@@ -48,7 +48,9 @@ class Case:
 def cases_of(*, small: bool = False) -> list[Case]:
     """Return all cases; small: few and tiny ones, for the interpreter."""
     if small:
-        return [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0)]
+        small_quantised = Case(17, 20, 128, normed=True, quantize=True)
+        plain = [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0)]
+        return [*plain, small_quantised]
     batches = (1, 5, 8, 9, 16, 17, 33, 64, 100, 256)
     return [
         *(Case(tokens, 8192, 1024, normed=True) for tokens in batches),
@@ -63,8 +65,15 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(tokens, 640, 192, offset=offset) for tokens in (3, 64) for offset in ((64, 64), (17, 80), (127, 5))),
         *(Case(tokens, 300, 1000) for tokens in (3, 64)),
         *(Case(tokens, 20, 64) for tokens in (1, 64)),
-        *(Case(tokens, 4096, 2048, quantize=True) for tokens in (1, 64, 300)),
+        *(Case(tokens, 4096, 2048, quantize=True) for tokens in (1, 17, 32, 64, 300)),
+        *(Case(tokens, 8192, 1024, normed=True, quantize=True) for tokens in (1, 17, 32, 33, 64, 256)),
+        *(Case(tokens, 1536, 4096, quantize=True, out_dtype="bfloat16") for tokens in (17, 64)),
+        *(Case(64, rows, 1024, normed=True, quantize=True) for rows in (16384, 32768)),
+        Case(64, 300, 1000, normed=True, quantize=True),
+        Case(64, 640, 256, offset=(17, 0), quantize=True),
+        Case(64, 1024, 4096, quantize=True, x_dtype="float32", normed=True),
         Case(17, 1024, 4096, groups=2, quantize=True),
+        *(Case(tokens, 1040, 2048, many=i, quantize=True) for tokens in (3, 64) for i in range(len(MANY_DESIGNS))),
         *(Case(tokens, 2048, 1024) for tokens in (512, 4096)),
         Case(4096, 1024, 1024, dtype="bfloat16"),
         *(Case(tokens, 1040, 2048, few=i) for tokens in (1, 16) for i in range(len(FEW_DESIGNS))),
@@ -105,7 +114,13 @@ def replay_fault(device: str) -> str:
         layers = [
             make(Case(tokens, *shape, **options), device, seed=i)
             for i, (shape, options) in enumerate(
-                [((1536, 2048), {}), ((2048, 1536), {"normed": True}), ((2048, 2048), {"dtype": "bfloat16"})] * 3
+                [
+                    ((1536, 2048), {}),
+                    ((2048, 1536), {"normed": True}),
+                    ((2048, 2048), {"dtype": "bfloat16"}),
+                    ((2048, 2048), {"normed": True, "quantize": True}),
+                ]
+                * 3
             )
         ]
 

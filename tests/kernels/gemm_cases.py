@@ -34,16 +34,15 @@ class Case:
         )
 
     def expect(self) -> torch.Tensor:
-        """Return the sums in float64, of x as given, or as quantised."""
-        x, flat = self.x, self.weight.reshape(-1, self.weight.shape[-1])
+        """Return the sums in float64, of x as given or normed, or of that, rounded to x's dtype, as quantised."""
+        x, flat = self.x.double(), self.weight.reshape(-1, self.weight.shape[-1])
         w = flat.double() if self.scale is None else dequantize_slice(flat, self.scale, self.offset).double()
-        if self.quantize:
-            rows = x.reshape(x.shape[0], -1)
-            codes, scale = quantize_e4m3(torch.nn.functional.pad(rows, (0, -rows.shape[1] % 128)), 128)
-            x = dequantize_e4m3(codes, scale, 128)[:, : rows.shape[1]].view(x.shape)
-        x = x.double()
         if self.norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.norm.double()
+        if self.quantize:
+            rows = x.to(self.x.dtype).reshape(x.shape[0], -1)
+            codes, scale = quantize_e4m3(torch.nn.functional.pad(rows, (0, -rows.shape[1] % 128)), 128)
+            x = dequantize_e4m3(codes, scale, 128)[:, : rows.shape[1]].view(x.shape).double()
         return torch.einsum("tgi,gri->tgr", x, w.view(self.weight.shape)) if self.weight.dim() == 3 else x @ w.T
 
     def fault(self, **options) -> str:
@@ -61,7 +60,7 @@ class Case:
         error = float((got - wanted).nan_to_num().abs().max() / size)
         bound = 1e-5 + 2e-8 * self.weight.shape[-1]
         if self.quantize:  # the tensor cores of sm_90 sum e4m3 products with fewer digits
-            bound = 2e-3
+            bound = 2e-3 if self.norm is None else 4e-3  # a value between two codes may fall to either
         elif self.norm is not None and self.x.dtype == torch.bfloat16:
             bound = 5e-3
         if out_dtype == torch.bfloat16:

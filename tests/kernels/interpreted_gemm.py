@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kernels.gemm_decode as decode
+from kernels.norm_rope import rms_norm
 from kernels.quant import quantize_e4m3
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -126,6 +127,60 @@ def test_both_output_types():
 @pytest.mark.parametrize(("groups", "channels"), [(0, 200), (2, 128)])
 def test_quantised_activations(groups, channels):
     assert make_case(3, 20, channels, groups=groups, quantize=True).fault() == ""
+
+
+@pytest.mark.parametrize("x_dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("channels", [128, 320])
+def test_a_norm_in_front_of_quantised_activations(channels, x_dtype):
+    assert make_case(18, 20, channels, normed=True, quantize=True, x_dtype=x_dtype).fault() == ""
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [many(columns=16), many(split=3), many(rows=128, columns=16, stages=2), many(columns=64, stages=5)],
+    ids=lambda tile: str(list(tile.constants.values())),
+)
+def test_every_way_to_cut_quantised_activations(tile):
+    assert make_case(18, 80, 640, normed=True, quantize=True).fault(tile=tile) == ""
+
+
+def test_a_slice_of_rows_may_cut_a_block_of_quantised_activations():
+    assert make_case(18, 140, 144, offset=(17, 0), quantize=True).fault() == ""
+
+
+def test_a_quantised_token_does_not_depend_on_the_others():
+    case = make_case(5, 20, 512, normed=True, quantize=True)
+    before = case.run()
+    case.x[[0, 1, 3, 4]] = math.nan
+    after = case.run()
+    assert torch.equal(after[2], before[2])
+    assert bool(after[[0, 1, 3, 4]].isnan().all())
+
+
+def test_a_tile_of_few_tokens_takes_no_quantised_activations():
+    with pytest.raises(ValueError, match="tile of few tokens"):
+        make_case(3, 20, 128, quantize=True).run(tile=few())
+
+
+def test_normed_rows_are_quantised_as_the_reference_does():
+    case = make_case(5, 16, 384, normed=True)
+    normed = rms_norm(case.x, case.norm, eps=1e-6).to(BF16)
+    codes, scale = decode.quantize_rows(case.x, case.norm)
+    wanted, wanted_scale = quantize_e4m3(normed, 128)
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ulp", [-1, 0, 1])
+def test_scales_are_right_on_both_sides_of_a_power_of_two(ulp):
+    """The largest value of a group is that of e4m3 times a power of two, or the float beside it."""
+    x = torch.zeros(3, 128)
+    x[:, 3] = torch.tensor([448.0, 448 * 2.0**-12, 448 * 2.0**100])
+    x[:, 3] = (x[:, 3].view(torch.int32) + ulp).view(torch.float32)
+    codes, scale = decode.quantize_rows(x)
+    wanted, wanted_scale = quantize_e4m3(x, 128)
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_quantised_rows_equal_those_of_the_reference():

@@ -17,6 +17,7 @@ from kernels.gemm_decode import (
     quantize_rows,
     table_tile,
 )
+from kernels.norm_rope import rms_norm
 
 
 def _cases():
@@ -55,6 +56,15 @@ def test_quantised_activations_lose_what_their_grid_has_not(groups, channels):
     assert case.fault() == ""
     apart = (case.run() - exact.run()).float().norm() / exact.run().float().norm()
     assert 0.01 < apart < 0.06
+
+
+def test_a_norm_is_rounded_to_the_dtype_of_x_before_it_is_quantised():
+    case = make_case(3, 20, 256, normed=True, quantize=True)
+    assert case.fault() == ""
+    normed = rms_norm(case.x, case.norm, eps=1e-6)
+    plain = linear_decode(normed.to(case.x.dtype), case.weight, case.scale, quantize=True)
+    assert torch.equal(case.run(), plain)
+    assert not torch.equal(plain, linear_decode(normed, case.weight, case.scale, quantize=True))
 
 
 def test_joined_weights_give_both_outputs():
@@ -104,7 +114,8 @@ def test_no_tokens_at_all():
         ({"offset": (128, 0)}, r"offset \(128, 0\)"),
         ({"offset": (0, -1)}, r"offset \(0, -1\)"),
         ({"norm": torch.zeros(63)}, r"norm \(63,\)"),
-        ({"norm": torch.zeros(64), "quantize": True}, "no quantize"),
+        ({"norm": torch.zeros(63), "quantize": True}, r"norm \(63,\)"),
+        ({"norm": torch.zeros(128)[::2]}, r"strides \(2,\)"),
         ({"offset": (0, 64), "quantize": True}, "whole tiles along K"),
         ({"out_dtype": torch.float16}, "out_dtype torch.float16"),
     ],
@@ -151,6 +162,11 @@ def test_no_program_is_left_without_channels(channels, split):
     steps = channels // 128
     share = -(-steps // cut["SPLIT"])
     assert share * (cut["SPLIT"] - 1) < steps
+
+
+def test_quantised_activations_of_few_tokens_take_a_kernel_that_has_them():
+    tile = table_tile("sm_90", 1, rows=64, channels=128, unit=1, is_whole=True, quantize=True)
+    assert "BLOCK_R" in tile.constants
 
 
 @pytest.mark.parametrize("arch", ["sm_120", "sm_90"])
