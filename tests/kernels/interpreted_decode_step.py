@@ -28,11 +28,13 @@ moe_cases = _load("moe_cases", TESTS / "kernels/moe_cases.py")
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """A program costs tens of milliseconds here; one takes all rows of an expert, or all channels of the streams. Other
-    cuts: interpreted_moe.py, interpreted_hyper_connection.py."""
+    """A program costs tens of milliseconds here, or hundreds; one takes all rows of an expert, or two spans of the
+    streams, whose kernels run in the step of one token. Other cuts: interpreted_moe.py,
+    interpreted_hyper_connection.py."""
     tile = moe_cases.make_tile(r=4, rs=4, s=4)
     monkeypatch.setattr(moe_decode, "tile_for", lambda op, arch, *, tokens: tile)
-    monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch: Tile({"W": 16}, num_warps=16))
+    monkeypatch.setattr(hyper_connection_decode, "uses_triton", lambda x: x.shape[0] == 1)
+    monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, num_warps=1))
 
 
 def test_steps_of_two_and_of_one_token_choose_as_golden(tmp_path, monkeypatch):
