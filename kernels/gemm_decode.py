@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.gemm import BLOCK, grouped_linear_reference, linear_reference
+from kernels.gemm_held_triton import held_kernel
 from kernels.gemm_triton import few_kernel, many_kernel, norm_kernel, quantize_kernel
 from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
@@ -214,10 +215,10 @@ def _launch(
         arch_of(x.device), tokens, rows=groups * rows, channels=channels, unit=unit, quantize=quantize,
         is_whole=channels * unit % 16 == 0 and offset[1] % 16 == 0,
     )  # fmt: skip
-    few, pdl = is_few(tile), HAS_PDL(x.device)
-    if few and quantize:
-        raise ValueError("quantize with a tile of few tokens, whose kernel takes no e4m3 activations")
-    fit = fit_few if few else fit_many
+    few, held, pdl = is_few(tile), is_held(tile), HAS_PDL(x.device)
+    if few if quantize else held:
+        raise ValueError(f"quantize {quantize} with a tile of {dict(tile.constants)}, of another kernel")
+    fit = fit_few if few else fit_held if held else fit_many
     cut = fit(
         tile, tokens, rows=rows, channels=channels, unit=unit, groups=groups, sms=sm_count(x.device),
         is_split=quantize or norm is None, is_wide=x.dtype == torch.float32 and not quantize, shift=offset[1],
@@ -230,8 +231,9 @@ def _launch(
         slots = grid[0] * groups * grid[2]
         part = torch.empty(slots * splits * high * wide, dtype=torch.float32, device=x.device)
         counters = _counters(x.device, slots)
-    fixed: dict[str, Any] = {"SHIFT": offset[1], "KIND": kind, "PDL": pdl, "num_stages": tile.num_stages, **cut}
+    fixed: dict[str, Any] = {"PDL": pdl, "num_stages": tile.num_stages, **cut}
     fixed |= {"launch_pdl": True} if pdl else {}
+    fixed |= {} if held else {"SHIFT": offset[1], "KIND": kind}
     if few:
         registers = _register_limit(tile, cut, is_wide=x.dtype == torch.float32)
         limit = {} if registers is None else {"maxnreg": registers}
@@ -245,10 +247,12 @@ def _launch(
         x, x_scale = quantize_rows(x.reshape(tokens, -1), norm, eps=eps)
     elif norm is not None:
         x = _normed(x, norm, eps)
-    many_kernel[grid](
+    kernel: Any = held_kernel if held else many_kernel
+    fixed |= {} if held else {"STAGES": tile.num_stages if quantize else None}
+    kernel[grid](
         out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0),
         0 if x_scale is None else x_scale.stride(1), out.stride(0), rows, channels, offset[0], splits,
-        STAGES=tile.num_stages if quantize else None, num_warps=tile.num_warps, **fixed,
+        num_warps=tile.num_warps, **fixed,
     )  # fmt: skip
 
 
@@ -274,6 +278,11 @@ def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool) -> int | 
 def is_few(tile: Tile) -> bool:
     """Return whether a tile is one of few_kernel's."""
     return "KS" in tile.constants
+
+
+def is_held(tile: Tile) -> bool:
+    """Return whether a tile is one of held_kernel's."""
+    return "STEPS" in tile.constants
 
 
 def table_tile(
@@ -365,6 +374,33 @@ def fit_many(
     return c
 
 
+def fit_held(
+    tile: Tile,
+    tokens: int,
+    *,
+    rows: int,
+    channels: int,
+    unit: int,
+    groups: int,
+    sms: int,
+    is_split: bool,
+    is_wide: bool,
+    shift: int = 0,
+) -> dict[str, int]:
+    """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS."""
+    c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T")}
+    high, wide = span(c)
+    programs = groups * -(-rows // high) * -(-tokens // wide)
+    most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
+    steps = -(-channels // BLOCK)
+    split = max(_split(steps, most, least=tile.constants["LEAST"]), -(-steps // tile.constants["STEPS"]))
+    c["STEPS"] = -(-steps // split)
+    c["SPLIT"] = -(-steps // c["STEPS"])
+    c["SHARES"] = max(tile.constants["MAX_SPLIT"], c["SPLIT"]) if c["SPLIT"] > 1 else 1
+    c["EVEN"] = int(channels % (BLOCK * c["STEPS"]) == 0)
+    return c
+
+
 def _split(steps: int, most: int, *, least: int) -> int:
     """Return how many programs share `steps`, at most `most`, each with `least` or more, none with nothing."""
     split = max(1, min(most, steps // least))
@@ -424,11 +460,16 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (512, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
     (64, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
+    (64, 4096, 512, _FP8, "*bf16", "*bf16", False, True),
     (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
+    (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, True),
+    (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, True),
     (64, 1536, 4096, _FP8, "*bf16", "*bf16", False, True),
     (64, 32768, 1024, _FP8, "*bf16", "*bf16", True, True),
     (32, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
     (32, 1024, 4096, _FP8, "*bf16", "*bf16", False, True),
+    (32, 4096, 512, _FP8, "*bf16", "*bf16", False, True),
+    (32, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
     (4096, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
 )
 _UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
@@ -465,9 +506,9 @@ def _variant(
 ) -> Variant:
     unit = torch.empty((), dtype=dtype).element_size()
     tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
-    few = is_few(tile)
-    kernel: Any = few_kernel if few else many_kernel
-    cut = (fit_few if few else fit_many)(
+    few, held = is_few(tile), is_held(tile)
+    kernel: Any = few_kernel if few else held_kernel if held else many_kernel
+    cut = (fit_few if few else fit_held if held else fit_many)(
         tile, tokens, rows=rows, channels=channels, unit=unit, groups=1, sms=MULTIPROCESSORS[arch],
         is_split=quantize or not normed, is_wide=x == "*fp32" and not quantize,
     )  # fmt: skip
@@ -480,9 +521,9 @@ def _variant(
     absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
     absent += [] if is_split else ["part_ptr", "counter_ptr"]
     absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
-    fixed: dict[str, Any] = {"SHIFT": 0, "KIND": KINDS[dtype], "PDL": True, **cut, **dict.fromkeys(absent)}
-    if not few:
-        fixed["STAGES"] = tile.num_stages if quantize else None
+    fixed: dict[str, Any] = {"PDL": True, **cut, **dict.fromkeys(absent)}
+    fixed |= {} if held else {"SHIFT": 0, "KIND": KINDS[dtype]}
+    fixed |= {} if few or held else {"STAGES": tile.num_stages if quantize else None}
     return Variant(
         QUANTIZED_OP if quantize else FEW_OP if few else MANY_OP,
         kernel,

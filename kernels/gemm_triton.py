@@ -6,7 +6,8 @@ few_kernel: a warp loads 16 rows, 128 bytes of each at a time, straight into the
 want their left operand (gemm_fragment_triton.py), before it waits for the kernel that writes x. No shared memory, no
 barrier, until the sums of warps that share channels are added.
 
-many_kernel: tiles in shared memory, copied in the background; before it waits it asks for its weights into L2.
+many_kernel: tiles in shared memory, copied in the background; before it waits it asks for its weights into L2. Of
+e4m3 activations it copies the scales along. (gemm_held_triton.py has a kernel for those without a loop.)
 
 The scale of a 128 x 128 block of e4m3 goes onto the sum over 128 channels, in float32. A block may be cut: rows and
 channels of the weight then begin inside one.
@@ -37,7 +38,7 @@ _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0,
 
 
 @triton.jit
-def _place(splits, SHARES: tl.constexpr):
+def group_and_share(splits, SHARES: tl.constexpr):
     """Return group and share of this program, the second axis of the grid."""
     group, split = tl.program_id(1), 0
     if SHARES > 1:
@@ -53,7 +54,7 @@ def _store(out_ptr, out_stride, total, row, token, tokens, column, rows):
 
 
 @triton.jit
-def _finish(
+def finish(
     out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
     A: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +95,7 @@ def few_kernel(
     W: tl.constexpr = KS * RS
     C: tl.constexpr = 16 if KIND == FP8 else (8 if KIND == BF16 else 4)
     UNIT: tl.constexpr = 4 if KIND == FP8 else 1
-    group, split = _place(splits, SHARES)
+    group, split = group_and_share(splits, SHARES)
     channels = pieces * C
     chunks = (channels + SHIFT + 8 * C - 1) // (8 * C)
     share = DEPTH
@@ -160,7 +161,7 @@ def few_kernel(
         whole *= factor[None, :]
     place = first + tl.arange(0, RS)[:, None] + tl.arange(0, R)[None, :] * RS
     place = tl.reshape(place[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], (RS * R * 16,))
-    _finish(
+    finish(
         out_ptr, out_stride, part_ptr, counter_ptr, whole, place, tl.program_id(2) * (8 * NB) + tl.arange(0, 8 * NB),
         tokens, group, rows, split, splits, 16 * R * RS, 8 * NB, SHARES,
     )  # fmt: skip
@@ -185,11 +186,12 @@ def many_kernel(
 
     x_scale_ptr: scales of x, e4m3, for each 128 channels one of every token, scale_stride apart, and as many as there
     are in whole tiles; None: x is no e4m3.   AHEAD: bytes of each row that are asked for into L2 before the wait, if
-    rows can be read in pieces of 16.   EVEN: all steps are whole.
+    rows can be read in pieces of 16.   EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales are
+    copied too, which a loop does only if it is told its stages.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    group, split = _place(splits, SHARES)
+    group, split = group_and_share(splits, SHARES)
     steps = (channels + SHIFT + BLOCK_K - 1) // BLOCK_K
     columns = (channels + SHIFT + 127) // 128
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -245,7 +247,7 @@ def many_kernel(
             w_scale, x_scale = tl.load(scale_line + block), tl.load(x_line + block * scale_stride)
             sums = tl.dot(w, tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32))
             total += sums * w_scale[:, None] * x_scale[None, :]
-    _finish(
+    finish(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
         BLOCK_R, BLOCK_T, SHARES,
     )  # fmt: skip

@@ -127,6 +127,14 @@ def _linear(
     return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
 
 
+def _held(
+    rows: int, columns: int, steps: int, *, warps: int = 8, split: int = 4, least: int = 8, **upto: int
+) -> Tile:  # fmt: skip
+    """A tile of a linear layer whose operands stay in shared memory; gemm_decode.fit_held says what they mean."""
+    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split, "RESIDENT": 1}
+    return Tile(constants | {"LEAST": least}, num_warps=warps, upto=upto)
+
+
 def _spread(warps: int, spans: int, **upto: int) -> Tile:
     return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
 
@@ -186,10 +194,14 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
         ),
         "sm_90": (
-            _linear(64, 32, stages=8, least=8, tokens=32),
-            _linear(64, 32, stages=8, least=8, tokens=64, mib=8, row_bytes=2048),
+            _held(64, 32, 16, least=16, tokens=32, mib=8, row_bytes=2048),
+            _held(64, 32, 8, tokens=32, mib=8),
+            _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=512),
+            _held(64, 64, 8, tokens=64, mib=8, row_bytes=1024),
+            _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=2048),
+            _held(64, 64, 8, tokens=64, mib=8),
+            _linear(128, 64, warps=8, stages=8, least=8, tokens=64, row_bytes=1024),
             _linear(64, 64, stages=6, least=8, tokens=64),
-            _linear(64, 128, split=1, ahead=0, tokens=256),
             _linear(128, 128, warps=8, stages=4, split=1, ahead=0),
         ),
     },

@@ -19,6 +19,8 @@ from tests.gpu.runner import Job, load, main
 # Tiles beside those of the table. few: KS, RS, R, DEPTH, SPLIT.   many: rows, columns, bytes, split, warps, stages.
 FEW_DESIGNS = [(8, 1, 1, 4, 1), (4, 2, 1, 2, 1), (4, 1, 2, 1, 4), (2, 2, 2, 3, 2), (16, 1, 1, 1, 3), (1, 4, 1, 4, 1)]
 MANY_DESIGNS = [(64, 16, 128, 4, 4, 3), (128, 32, 128, 2, 8, 4), (128, 128, 64, 1, 8, 3), (64, 64, 64, 3, 4, 2)]
+# Rows, columns, steps, split, warps; more than an RTX PRO 6000 has room for.
+HELD_DESIGNS = [(64, 64, 8, 1, 8), (64, 32, 16, 1, 8), (64, 32, 4, 4, 4), (64, 64, 8, 4, 16), (128, 32, 8, 2, 8)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Case:
     gap: int = 0
     few: int | None = None
     many: int | None = None
+    held: int | None = None
 
     def __str__(self) -> str:
         plain = {field.name: field.default for field in dataclasses.fields(self)}
@@ -50,7 +53,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
     if small:
         small_quantised = Case(17, 20, 128, normed=True, quantize=True)
         plain = [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0)]
-        return [*plain, small_quantised]
+        return [*plain, small_quantised, Case(17, 20, 256, held=0, quantize=True)]
     batches = (1, 5, 8, 9, 16, 17, 33, 64, 100, 256)
     return [
         *(Case(tokens, 8192, 1024, normed=True) for tokens in batches),
@@ -78,6 +81,8 @@ def cases_of(*, small: bool = False) -> list[Case]:
         Case(4096, 1024, 1024, dtype="bfloat16"),
         *(Case(tokens, 1040, 2048, few=i) for tokens in (1, 16) for i in range(len(FEW_DESIGNS))),
         *(Case(tokens, 1040, 2048, many=i) for tokens in (3, 64) for i in range(len(MANY_DESIGNS))),
+        *(Case(tokens, 1040, 2048, held=i, quantize=True) for tokens in (3, 64) for i in range(len(HELD_DESIGNS))),
+        *(Case(64, 200, 1000, held=i, quantize=True) for i in range(len(HELD_DESIGNS))),
         *(Case(9, 1040, 2048, few=i, normed=True) for i in range(len(FEW_DESIGNS))),
         *(Case(9, 1040, 2048, few=i, dtype="bfloat16") for i in range(len(FEW_DESIGNS))),
     ]
@@ -100,6 +105,8 @@ def fault_of(case: Case, device: str) -> str:
         options["tile"] = load("gemm_cases").few_tile(*FEW_DESIGNS[case.few])
     if case.many is not None:
         options["tile"] = load("gemm_cases").many_tile(*MANY_DESIGNS[case.many])
+    if case.held is not None:
+        options["tile"] = load("gemm_cases").held_tile(*HELD_DESIGNS[case.held])
     fault = str(made.fault(**options))
     again = made.run(**options), made.run(**options)
     return fault or ("" if torch.equal(*again) else "two calls give different bits")

@@ -24,7 +24,7 @@ def _cases():
 
 
 cases = _cases()
-make_case, few, many = cases.make_case, cases.few_tile, cases.many_tile
+make_case, few, many, held = cases.make_case, cases.few_tile, cases.many_tile, cases.held_tile
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
 
@@ -137,29 +137,45 @@ def test_a_norm_in_front_of_quantised_activations(channels, x_dtype):
 
 @pytest.mark.parametrize(
     "tile",
-    [many(columns=16), many(split=3), many(rows=128, columns=16, stages=2), many(columns=64, stages=5)],
+    [
+        many(columns=16),
+        many(split=3),
+        many(rows=128, columns=16, stages=2),
+        many(columns=64, stages=5),
+        held(steps=5),
+        held(columns=16, steps=8),
+        held(rows=128, columns=64, steps=2),
+        held(split=3),
+    ],
     ids=lambda tile: str(list(tile.constants.values())),
 )
 def test_every_way_to_cut_quantised_activations(tile):
     assert make_case(18, 80, 640, normed=True, quantize=True).fault(tile=tile) == ""
 
 
-def test_a_slice_of_rows_may_cut_a_block_of_quantised_activations():
-    assert make_case(18, 140, 144, offset=(17, 0), quantize=True).fault() == ""
+@pytest.mark.parametrize("tile", [many(), held()], ids=["many", "held"])
+def test_a_slice_of_rows_may_cut_a_block_of_quantised_activations(tile):
+    assert make_case(18, 140, 144, offset=(17, 0), quantize=True).fault(tile=tile) == ""
 
 
-def test_a_quantised_token_does_not_depend_on_the_others():
+def test_quantised_groups_share_channels_among_programs_that_hold_them():
+    assert make_case(3, 70, 384, groups=2, quantize=True).fault(tile=held(split=2)) == ""
+
+
+@pytest.mark.parametrize("tile", [many(split=2), held(split=2)], ids=["many", "held"])
+def test_a_quantised_token_does_not_depend_on_the_others(tile):
     case = make_case(5, 20, 512, normed=True, quantize=True)
-    before = case.run()
+    before = case.run(tile=tile)
     case.x[[0, 1, 3, 4]] = math.nan
-    after = case.run()
+    after = case.run(tile=tile)
     assert torch.equal(after[2], before[2])
     assert bool(after[[0, 1, 3, 4]].isnan().all())
 
 
-def test_a_tile_of_few_tokens_takes_no_quantised_activations():
-    with pytest.raises(ValueError, match="tile of few tokens"):
-        make_case(3, 20, 128, quantize=True).run(tile=few())
+@pytest.mark.parametrize(("quantize", "tile"), [(True, few()), (False, held())], ids=["few", "held"])
+def test_a_tile_of_other_activations_is_refused(quantize, tile):
+    with pytest.raises(ValueError, match=f"quantize {quantize} with a tile"):
+        make_case(3, 20, 128, quantize=quantize).run(tile=tile)
 
 
 def test_normed_rows_are_quantised_as_the_reference_does():

@@ -10,6 +10,7 @@ import torch
 from kernels.gemm import linear
 from kernels.gemm_decode import (
     fit_few,
+    fit_held,
     fit_many,
     grouped_linear_decode,
     join_weights,
@@ -153,6 +154,13 @@ def test_channels_are_not_shared_where_a_program_would_have_too_few():
     tile = cases.many_tile(split=8, least=4)
     assert fit_many(tile, 64, rows=64, channels=1024, unit=1, **SIZES)["SPLIT"] == 2
     assert fit_many(tile, 64, rows=64, channels=512, unit=1, **SIZES)["SPLIT"] == 1
+
+
+def test_programs_that_hold_their_operands_share_channels_for_which_one_has_no_room():
+    tile = cases.held_tile(steps=8, split=1)
+    cut = fit_held(tile, 64, rows=4096, channels=2176, unit=1, **SIZES)
+    assert (cut["SPLIT"], cut["STEPS"], cut["SHARES"], cut["EVEN"]) == (3, 6, 3, 0)
+    assert fit_held(tile, 64, rows=4096, channels=1024, unit=1, **SIZES)["SPLIT"] == 1
 
 
 @pytest.mark.parametrize("channels", [640, 1152, 4224])
