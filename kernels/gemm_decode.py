@@ -369,8 +369,6 @@ def fit_many(
     c["SPLIT"] = _split(steps, most if is_split else 1, least=tile.constants["LEAST"])
     c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
     c["EVEN"] = int(shift == 0 and channels % c["BLOCK_K"] == 0)
-    if channels * unit % 16 or shift * unit % 16:
-        c["AHEAD"] = 0  # it takes whole pieces of 16 bytes
     return c
 
 

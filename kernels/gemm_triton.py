@@ -34,7 +34,7 @@ from kernels.gemm_fragment_triton import (
     widen,
 )  # fmt: skip
 
-_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -185,9 +185,9 @@ def many_kernel(
     """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
     x_scale_ptr: scales of x, e4m3, for each 128 channels one of every token, scale_stride apart, and as many as there
-    are in whole tiles; None: x is no e4m3.   AHEAD: bytes of each row that are asked for into L2 before the wait, if
-    rows can be read in pieces of 16.   EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales are
-    copied too, which a loop does only if it is told its stages.
+    are in whole tiles; None: x is no e4m3.   AHEAD: bytes of each row that are asked for into L2 before the wait.
+    EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales are copied too, which a loop does only if
+    it is told its stages.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -206,11 +206,10 @@ def many_kernel(
         begin = tl.maximum(first * BLOCK_K - SHIFT, 0)
         size = tl.minimum((tl.minimum(last * BLOCK_K - SHIFT, channels) - begin) * WIDTH, AHEAD)
         if size > 0:
-            address = (w_row + begin).to(tl.int64)
-            tl.inline_asm_elementwise(
-                _PREFETCH, "=r,l,r", [address, tl.zeros((BLOCK_R,), tl.int32) + size], dtype=tl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
+            # A line at a time: a request for a whole row is made by one lane after the other.
+            cached = tl.minimum(tl.arange(0, AHEAD // 128) * 128, size - 1)
+            address = (w_row + begin).to(tl.int64)[:, None] + cached[None, :]
+            tl.inline_asm_elementwise(_PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
