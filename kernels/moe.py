@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.expert_weights import ExpertWeights, dequantize_experts
+from kernels.gemm_decode import linear_decode
 
 _DEQUANTISED_AT_ONCE = 8  # experts: few launches for each, and less than a gigabyte in between
 
@@ -74,6 +75,13 @@ def gated_mlp(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
     if w13.shape[1] != x.shape[1] or w2.shape != (x.shape[1], w13.shape[0] // 2):
         raise ValueError(f"rows of {x.shape[1]} channels, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}")
     return gated_mlp_reference(x, w13, w2, limit)
+
+
+def gated_mlp_decode(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
+    """Return gated_mlp of few rows, with decode kernels for both products; between them float32."""
+    gate, up = linear_decode(x, w13, out_dtype=torch.float32).chunk(2, -1)
+    hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return linear_decode(hidden.to(x.dtype), w2, out_dtype=x.dtype)
 
 
 def experts_reference(

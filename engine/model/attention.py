@@ -21,6 +21,7 @@ from engine.model.layers import Linear, RMSNorm, Rotations, Weights
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
 from kernels.gemm import grouped_linear
+from kernels.gemm_decode import grouped_linear_decode
 from kernels.norm_rope import rms_norm, rope
 from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.rows import Rows
@@ -54,10 +55,9 @@ class Attention:
         self.index = config.layers_of(self.ratio).index(layer)
         self.heads, self.dim = config.num_attention_heads, config.head_dim
         self.scale = self.dim**-0.5
-        self.q_down = Linear(weights, f"{prefix}.wq_a")
+        self.down, self.latent = Linear(weights, f"{prefix}.wq_a", f"{prefix}.wkv"), config.q_lora_rank
         self.q_norm = RMSNorm(weights, f"{prefix}.q_norm", self.eps)
         self.q_up = Linear(weights, f"{prefix}.wq_b")
-        self.kv = Linear(weights, f"{prefix}.wkv")
         self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
         self.sink = weights.pop(f"{prefix}.attn_sink")
         grouped = weights.pop(f"{prefix}.wo_a.weight")
@@ -66,7 +66,7 @@ class Attention:
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, self.ratio) if self.ratio else None
         self.indexer = None
         if self.ratio == CSA_RATIO:
-            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
+            self.indexer = Indexer(weights, f"{prefix}.indexer", config, self.q_norm, use_hadamard=use_hadamard)
 
     def __call__(
         self, x: Tensor, batch: RaggedBatch, decode: DecodeBatch | None, rotations: Rotations, cache: CacheViews
@@ -75,12 +75,17 @@ class Attention:
 
         decode: what `decode_batch` said; `rotations` were made for it.
         """
-        latent = self.q_norm(self.q_down(x))
-        q = self.q_up(latent).view(-1, self.heads, self.dim)
-        attend = self._attend if decode is None else self._attend_decode
-        out = attend(x, latent, q, self.kv(x), batch, rotations, cache).to(x.dtype)
-        groups = self.out_down.shape[0]
-        return self.out_up(grouped_linear(out.view(x.shape[0], groups, -1), self.out_down).flatten(1))
+        decodes = decode is not None
+        both = self.down(x, decodes=decodes)
+        latent, kv = both[:, : self.latent], both[:, self.latent :]
+        q = self.q_up(latent, norm=self.q_norm, decodes=decodes).view(-1, self.heads, self.dim)
+        attend = self._attend_decode if decodes else self._attend
+        out = attend(x, latent, q, kv, batch, rotations, cache).to(x.dtype).view(x.shape[0], self.out_down.shape[0], -1)
+        if decodes:
+            out = grouped_linear_decode(out, self.out_down, out_dtype=x.dtype)
+        else:
+            out = grouped_linear(out, self.out_down)
+        return self.out_up(out.flatten(1), decodes=decodes)
 
     def _attend(
         self,
@@ -153,7 +158,7 @@ class Attention:
         assert turned is not None
         selected, is_finite = None, None
         if self.indexer is not None:
-            selected, is_finite = self.indexer.select(x, latent, batch, rotation, keys=keys)
+            selected, is_finite = self.indexer.select(x, latent, batch, rotation, keys=keys, decodes=True)
             selected = selected.to(torch.int32)
         out = sparse_attention_decode(
             turned,

@@ -12,6 +12,7 @@ from engine.model.layers import Linear, RMSNorm, Weights
 from kernels.cache_write import write_entries
 from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
+from kernels.gemm_decode import linear_decode
 from kernels.indexer import index_entries
 from kernels.norm_rope import rope
 from kernels.quant import hadamard
@@ -35,7 +36,7 @@ class Compressor:
         self, x: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
     ) -> None:
         """Move `state` on by x [T, H] and store the completed entries in `pool`. rotate: Hadamard before rounding."""
-        kv, gate = self._project(x).chunk(2, -1)
+        kv, gate = torch.nn.functional.linear(x.float(), self.weight).chunk(2, -1)
         gate = gate + self.bias[batch.positions % self.ratio]
         compress = compress_csa if self.ratio == CSA_RATIO else compress_hca
         pooled = compress(kv.contiguous(), gate, batch, state)
@@ -45,17 +46,17 @@ class Compressor:
 
     def pooling(self, x: Tensor, *, state: Rows, pool: Rows, rotate: bool = False) -> Pooling:
         """Return what `cache_write` needs to do the same for x [T, H]."""
-        return Pooling(self._project(x), self.bias, self.norm.weight, state, pool, rotate)
-
-    def _project(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x.float(), self.weight)
+        projected = linear_decode(x, self.weight, out_dtype=torch.float32)
+        return Pooling(projected, self.bias, self.norm.weight, state, pool, rotate)
 
 
 class Indexer:
     """Scores entries by a small attention of its own and picks the best. Its keys have a compressor of their own."""
 
-    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
-        self.query = Linear(weights, f"{prefix}.wq_b")
+    def __init__(
+        self, weights: Weights, prefix: str, config: DeepSeekV4Config, query_norm: RMSNorm, *, use_hadamard: bool
+    ) -> None:
+        self.query, self.query_norm = Linear(weights, f"{prefix}.wq_b"), query_norm
         self.head_weight = Linear(weights, f"{prefix}.weights_proj")
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, CSA_RATIO)
         self.heads, self.dim, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
@@ -75,7 +76,7 @@ class Indexer:
     ) -> tuple[Tensor, Tensor]:
         """Store new keys, then return selected [T, K] int64 and is_finite [T].
 
-        x [T, H]: normed hidden states.   latent [T, q_lora]: normed query latent.   rotation, entries: see Rotations.
+        x [T, H]: normed hidden states.   latent [T, q_lora]: of the queries.   rotation, entries: see Rotations.
         """
         self.compressor(x, batch, entries, state=state, pool=keys, rotate=self._rotates(keys))
         return self.select(x, latent, batch, rotation, keys=keys)
@@ -85,18 +86,19 @@ class Indexer:
         return self.compressor.pooling(x, state=state, pool=keys, rotate=self._rotates(keys))
 
     def select(
-        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
+        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows, decodes: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return selected [T, K] int64 and is_finite [T]; the keys of this step have been stored."""
         if batch.max_visible(CSA_RATIO) <= self.top_k:
             query = x.new_empty((x.shape[0], self.heads, self.dim))  # every visible entry is taken: nothing is scored
             return index_entries(query, query[..., 0], batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
-        query = rope(self.query(latent).view(-1, self.heads, self.dim), rotation)
+        query = self.query(latent, norm=self.query_norm, decodes=decodes)
+        query = rope(query.view(-1, self.heads, self.dim), rotation)
         if self._rotates(keys):
             query = hadamard(query)
         if keys.format in QUANTISED_INDEX:
             query = round_trip(query, keys.format)
-        weight = self.head_weight(x).float() * self.scale
+        weight = self.head_weight(x, decodes=decodes).float() * self.scale
         return index_entries(query, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
     def _rotates(self, keys: Rows) -> bool:

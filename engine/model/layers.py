@@ -14,21 +14,12 @@ from torch import Tensor
 
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
 from kernels.gemm import linear
+from kernels.gemm_decode import linear_decode
 from kernels.hyper_connection_decode import Mixer
 from kernels.norm_rope import rms_norm, rotation_at
 from kernels.ragged import RaggedBatch
 
 Weights = dict[str, Tensor]
-
-
-class Linear:
-    """y = x W^T, in the dtype of W. weight: [out, in]."""
-
-    def __init__(self, weights: Weights, name: str) -> None:
-        self.weight = weights.pop(f"{name}.weight")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x.to(self.weight.dtype), self.weight)
 
 
 class RMSNorm:
@@ -40,6 +31,23 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps=self.eps)
+
+
+class Linear:
+    """y = x W^T, in the dtype of W. weight: [out, in]; of several names, one below the other."""
+
+    def __init__(self, weights: Weights, *names: str) -> None:
+        found = [weights.pop(f"{name}.weight") for name in names]
+        self.weight = found[0] if len(found) == 1 else torch.cat(found)
+
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> Tensor:
+        """x: [T, in].   norm: of x, before the product.   decodes: with decode kernels."""
+        x, dtype = x.to(self.weight.dtype), self.weight.dtype
+        if decodes and norm is None:
+            return linear_decode(x, self.weight, out_dtype=dtype)
+        if decodes and norm is not None:
+            return linear_decode(x, self.weight, norm=norm.weight, eps=norm.eps, out_dtype=dtype)
+        return linear(x if norm is None else norm(x).to(dtype), self.weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

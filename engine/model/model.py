@@ -10,6 +10,7 @@ A step is any mixture of sequences with any number of tokens each. What depends 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.model.attention import Attention, CacheViews, decode_batch
@@ -17,8 +18,12 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection
 from engine.model.moe import MixtureOfExperts
 from kernels.gemm import linear
+from kernels.gemm_decode import linear_decode
 from kernels.hyper_connection_decode import Mixed, mix, spread, spread_and_mix
 from kernels.ragged import DecodeBatch, RaggedBatch
+from kernels.triton_env import uses_triton
+
+HEAD_ROWS = 64  # at most, for the kernel; of more, such as a prompt whose every token is asked for, torch's product
 
 
 class Layer:
@@ -77,4 +82,6 @@ class DeepSeekV4:
 
     def logits(self, streams: Tensor) -> Tensor:
         """Return [N, vocab_size] float32 for the streams [N, n, H] of the tokens that need them."""
-        return linear(mix(streams, self.head_mix).x, self.head)
+        x = mix(streams, self.head_mix).x
+        has_kernels = uses_triton(x) and x.shape[0] <= HEAD_ROWS
+        return linear_decode(x, self.head, out_dtype=torch.float32) if has_kernels else linear(x, self.head)

@@ -7,6 +7,8 @@ costs more than to read them several times. Elsewhere the operations for any num
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Weights
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
-from kernels.moe import expert_scores, experts, gated_mlp, route
+from kernels.moe import expert_scores, experts, gated_mlp, gated_mlp_decode, route
 from kernels.moe_decode import experts_decode
+from kernels.moe_gate import route_by_gate
 from kernels.moe_routing import route_tokens
 from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
@@ -34,6 +37,8 @@ class MixtureOfExperts:
     def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config) -> None:
         prefix = f"layers.{layer}.ffn"
         self.gate = weights.pop(f"{prefix}.gate.weight")
+        narrow = self.gate.to(torch.bfloat16)  # as checkpoints have it, and the kernel wants it
+        self.narrow_gate = narrow if torch.equal(narrow.float(), self.gate) else None
         self.table = weights.pop(f"{prefix}.gate.tid2eid") if config.is_hash_layer(layer) else None
         self.bias = None if config.is_hash_layer(layer) else weights.pop(f"{prefix}.gate.bias")
         self.w13 = _matrices(weights, f"{prefix}.experts.w13")
@@ -51,7 +56,8 @@ class MixtureOfExperts:
         """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step that may have padding tokens."""
         w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
         if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
-            add = gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
+            shared = gated_mlp if decode is None else gated_mlp_decode
+            add = shared(x, self.shared_w13, self.shared_w2, limit=self.limit)
             found = []
             for first in range(0, max(x.shape[0], 1), TOKENS):
                 at = slice(first, first + TOKENS)
@@ -68,17 +74,12 @@ class MixtureOfExperts:
     def _read_once(
         self, x: Tensor, token_ids: Tensor, add: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights
     ) -> Tensor:
-        routing = route_tokens(
-            x,
-            linear(x.float(), self.gate),
-            top_k=self.top_k,
-            scaling=self.scaling,
-            bias=self.bias,
-            table=self.table,
-            token_ids=None if self.table is None else token_ids,
-            sequence=sequence,
-            is_raw=True,
-        )
+        given: dict[str, Any] = {"top_k": self.top_k, "scaling": self.scaling, "sequence": sequence}
+        given |= {"bias": self.bias} if self.table is None else {"table": self.table, "token_ids": token_ids}
+        if self.narrow_gate is None:
+            routing = route_tokens(x, linear(x.float(), self.gate), **given, is_raw=True)
+        else:
+            routing = route_by_gate(x, self.narrow_gate, **given)
         return experts_decode(routing, w13, w2, limit=self.limit, add=add)
 
 

@@ -2,12 +2,14 @@
 experts in both formats."""
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 
 import engine.model.attention as attention
+import kernels.gemm_decode as gemm_decode
 import kernels.hyper_connection_decode as hyper_connection_decode
 import kernels.moe_decode as moe_decode
 from kernels.tiles import Tile
@@ -24,16 +26,20 @@ def _load(name, path):
 
 geo, geo_experts = _load("gpu_geo", TESTS / "gpu/geo.py"), _load("gpu_geo_experts", TESTS / "gpu/geo_experts.py")
 moe_cases = _load("moe_cases", TESTS / "kernels/moe_cases.py")
+gemm_cases = _load("gemm_cases", TESTS / "kernels/gemm_cases.py")
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """A program costs tens of milliseconds here, or hundreds; one takes all rows of an expert, or two spans of the
-    streams, whose kernels run in the step of one token. Other cuts: interpreted_moe.py,
-    interpreted_hyper_connection.py."""
+    """A program costs tens of milliseconds here, or hundreds; one takes all rows of an expert, 1,024 of a linear layer,
+    or two spans of the streams, whose kernels run a few times in steps of one token. Other cuts: interpreted_moe.py,
+    interpreted_gemm.py, interpreted_hyper_connection.py."""
+    linear = gemm_cases.few_tile(ks=16, rs=8, r=8)
+    monkeypatch.setattr(gemm_decode, "table_tile", lambda arch, tokens, **_: linear)
     tile = moe_cases.make_tile(r=4, rs=4, s=4)
     monkeypatch.setattr(moe_decode, "tile_for", lambda op, arch, *, tokens: tile)
-    monkeypatch.setattr(hyper_connection_decode, "uses_triton", lambda x: x.shape[0] == 1)
+    spreads = itertools.count()
+    monkeypatch.setattr(hyper_connection_decode, "uses_triton", lambda x: x.shape[0] == 1 and next(spreads) < 4)
     monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, num_warps=1))
 
 
