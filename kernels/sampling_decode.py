@@ -3,10 +3,18 @@
     a = logits, + bias;   penalties by the counts of the row's history;   -inf where its mask has no bit
     token: as in sampling.py, of a;   log probabilities: of the logits as they are given
 
-Two launches. The first reads the logits: the best token of each block of 2,048, with noise where a row keeps all
-tokens, and for rows that truncate (top-k, top-p, min-p) the largest value of every 64 tokens. The second has a program
-for each row: it takes the best of the blocks, or reads again the few groups that can hold a token that is kept. So a
-row pays for what it asks, and a flat one with top-p alone most: its list of candidates is long.
+Two launches. The first reads the logits: of each block the best token, with noise where a row has no top-k, and for
+rows that truncate the largest value of every group of tokens. The second chooses, and has several programs for each
+row, but a row uses more than one only for what needs it:
+
+    greedy, temperature alone    the best of the blocks
+    top-k, with anything         one program reads the few groups again that can hold a token that is kept
+    top-p without top-k          all programs read the row again, once: the tokens of best score are put to the test
+    min-p alone                  the same test, which needs no reading
+
+So a row pays for what it asks. Where the test leaves it open (for the more tokens the smaller top-p: at 0.95 less than
+one in 10,000), one program lists what can still be kept, which takes longer the flatter the row. So do many tokens that
+are equal to the last of top-k's, or a large top-k.
 
 A row's settings are 16 words, written once when its request begins (pack_settings). What has a value per token lies in
 pools of rows, of which a request may have one each: bias, history, mask. After its token is chosen, a row's history
@@ -29,9 +37,12 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from kernels.sampling import apply_penalties_reference, sample_reference, token_logprobs_reference
-from kernels.sampling_triton import WORDS, choose_kernel, scan_kernel
+from kernels.sampling_candidates_triton import CANDIDATES
+from kernels.sampling_row_triton import WORDS
+from kernels.sampling_scan_triton import scan_kernel
+from kernels.sampling_triton import choose_kernel
 from kernels.tiles import Tile, Variant, tile_for, tiles_of
-from kernels.triton_env import HAS_PDL, arch_of, uses_triton
+from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
 OP = "sampling"
 MAX_TOP = 20
@@ -218,23 +229,31 @@ def sample_decode(
         raise ValueError(f"a tile that ranks {tile.constants['SMALL']} tokens for {num_top} columns")
     constants = _constants(tile, vocab)
     blocks, groups = constants["BLOCKS"], constants["BLOCKS"] * constants["Q"]
-    listed = vocab + tile.constants["SMALL"]
+    lists, listed = 1 + (num_top > 0), vocab + tile.constants["SMALL"]
     pools = (bias, history, mask)
     inputs = (
         logits, settings, position, _real(device, count) if sequence is None else sequence,
         *(_none(device, dtype) if pool is None else pool for pool, dtype in zip(pools, _POOLS, strict=True)),
     )  # fmt: skip
-    found = empty(count, 2, groups), empty(count, 4, blocks), empty(count, blocks), empty(count, blocks, dtype=i32)
+    found = (
+        empty(count, 2, groups), empty(count, 4, blocks), empty(count, 2, blocks), empty(count, 2, blocks, dtype=i32),
+        empty(count, 2, blocks), empty(count, dtype=i32),
+    )  # fmt: skip
+    scratch = (
+        empty(count, blocks, CANDIDATES), empty(count, lists, groups, dtype=i32), empty(count, lists, listed),
+        empty(count, lists, listed, dtype=i32),
+    )  # fmt: skip
     pdl = HAS_PDL(device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     cut = {name: constants[name] for name in ("R", "Q", "E", "BLOCKS")}
-    scan_kernel[(cdiv(vocab, cut["R"] * cut["Q"] * cut["E"]), count)](
+    scans = cdiv(vocab, cut["R"] * cut["Q"] * cut["E"])
+    scan_kernel[(scans, count)](
         *inputs, *found, vocab, **cut, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch
     )
-    choose_kernel[(count,)](
-        out.tokens, out.logprob, out.top_ids, out.top_logprobs, *inputs, *found, empty(count, groups, dtype=i32),
-        empty(count, listed), empty(count, listed, dtype=i32), vocab, num_top, **constants, WIDTH=_WIDTH, PDL=pdl,
-        num_warps=tile.constants["WARPS"], num_stages=1, **launch,
+    programs = min(scans, max(1, tile.constants["RESIDENT"] * sm_count(device) // count))
+    choose_kernel[(programs, count)](
+        out.tokens, out.logprob, out.top_ids, out.top_logprobs, *inputs, *found, *scratch, vocab, num_top, **constants,
+        WIDTH=_WIDTH, PDL=pdl, num_warps=tile.constants["WARPS"], num_stages=1, **launch,
     )  # fmt: skip
     return out
 
@@ -244,7 +263,7 @@ _POOLS = (torch.float32, torch.int16, torch.int32)
 
 def _constants(tile: Tile, vocab: int) -> dict[str, int]:
     """Return the constants of choose_kernel; those of scan_kernel are among them."""
-    c = {name: value for name, value in tile.constants.items() if name != "WARPS"}
+    c = {name: value for name, value in tile.constants.items() if name not in ("WARPS", "RESIDENT")}
     return c | {"BLOCKS": int(next_power_of_2(cdiv(vocab, c["R"] * c["Q"] * c["E"])))}
 
 
@@ -297,9 +316,12 @@ def variants(arch: str) -> list[Variant]:
             for kernel, warps in ((scan_kernel, tile.num_warps), (choose_kernel, tile.constants["WARPS"])):
                 signature = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(("vocab", "width"), "i32")
                 signature |= dict.fromkeys(
-                    ("words_ptr", "sequence_ptr", "mask_ptr", "best_id_ptr", "group_ptr", "id_ptr", "top_id_ptr"),
+                    (
+                        "words_ptr", "sequence_ptr", "mask_ptr", "best_id_ptr", "arrived_ptr", "group_ptr", "id_ptr",
+                        "top_id_ptr",
+                    ),
                     "*i32",
-                )
+                )  # fmt: skip
                 signature |= {"logits_ptr": dtype, "history_ptr": "*i16", "position_ptr": "*i64", "token_ptr": "*i64"}
                 fixed = {name: v for name, v in (constants | {"WIDTH": _WIDTH}).items() if name in kernel.arg_names}
                 types = {name: signature[name] for name in kernel.arg_names if name not in fixed}

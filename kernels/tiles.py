@@ -145,9 +145,14 @@ def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: in
     return Tile(constants, num_warps=ks, num_stages=1, upto=upto)
 
 
-def _sampling(r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 32) -> Tile:
-    """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps."""
-    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose}
+def _sampling(
+    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 64, resident: int = 1
+) -> Tile:
+    """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps.
+
+    resident: programs of a multiprocessor that share rows between them.
+    """
+    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose, "RESIDENT": resident}
     return Tile(constants | {"TILE": 1024, "PIVOTED": 512, "SMALL": 256, "STEP": 16}, num_warps=scan)
 
 

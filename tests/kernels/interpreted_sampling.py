@@ -55,6 +55,37 @@ def test_long_lists_are_narrowed_down_to_what_is_in_doubt():
     assert make_case(rows, vocab=136, kind="ties", num_top=12).fault(tile=cases.make_tile()) == ""
 
 
+@pytest.mark.parametrize(("top_p", "kind"), [(0.02, "normal"), (0.02, "equal"), (0.3, "normal"), (0.97, "normal")])
+def test_top_p_alone_however_few_tokens_it_keeps(top_p, kind):
+    """Blocks of 32: few kept tokens, and candidates that are not, two of them in a block."""
+    case = make_case([{"top_p": top_p}] * 8, vocab=136, kind=kind)
+    assert case.fault(tile=cases.make_tile(resident=0)) == ""
+
+
+def test_a_token_behind_two_of_its_block_that_are_not_kept():
+    """Of four tokens that matter, two of the first block have the best scores and are not kept; its third is best."""
+    case = make_case([{"top_p": 0.7}], vocab=64)
+    noise = cases.gumbel_noise(cases.seeds_of(case.settings), case.given["position"], 64)[0]
+    order, other = noise[:32].argsort(descending=True), 32 + int(noise[32:].argmin())
+    third = int(order[10])
+    case.logits[:] = -30.0
+    case.logits[0, other], case.logits[0, third] = 0.0, -0.1
+    score = float(noise[third]) - 0.1
+    case.logits[0, order[:2]] = score + torch.tensor([1.0, 0.5]) - noise[order[:2]]
+    assert score > float(noise[other]) + 0.1
+    assert float(case.logits[0, order[:2]].max()) < -0.7  # so that they lie beyond top-p
+    assert case.expect().tokens.tolist() == [third]
+    assert case.run(tile=cases.make_tile()).tokens.tolist() == [third]
+
+
+def test_a_row_has_the_same_bits_however_many_programs_share_it():
+    rows = [KINDS["top-p"], KINDS["low top-p"], KINDS["min-p and top-p"], KINDS["top-k"] | {"num_logprobs": 3}]
+    case = make_case(rows, vocab=150, num_top=3, penalties=True)
+    alone, shared = (case.run(tile=cases.make_tile(resident=resident)) for resident in (0, 2))
+    for name in ("tokens", "logprob", "top_ids", "top_logprobs"):
+        assert torch.equal(getattr(alone, name), getattr(shared, name)), name
+
+
 def test_the_table_has_a_tile():
     assert make_case([KINDS["all"] | {"num_logprobs": 20}, {}], vocab=5000, num_top=20).fault() == ""
 

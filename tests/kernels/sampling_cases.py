@@ -26,6 +26,7 @@ KINDS = {
     "temperature": {"temperature": 0.8},
     "top-k": {"top_k": 5},
     "top-p": {"top_p": 0.9},
+    "low top-p": {"top_p": 0.2, "temperature": 1.5},
     "min-p": {"min_p": 0.1},
     "top-k and top-p": {"top_k": 40, "top_p": 0.8, "temperature": 1.3},
     "min-p and top-p": {"min_p": 0.02, "top_p": 0.7},
@@ -234,7 +235,7 @@ def make_case(
     return Case(logits.to(dtype), settings, given)
 
 
-def make_tile(r=2, q=4, e=4, gather=4, tile=32, pivoted=16, small=16, step=8) -> Tile:
+def make_tile(r=2, q=4, e=4, gather=4, tile=32, pivoted=16, small=16, step=8, resident=2) -> Tile:
     """Return a tile so small that short rows have many blocks, and lists that need narrowing."""
-    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": 4}
+    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": 4, "RESIDENT": resident}
     return Tile(constants | {"TILE": tile, "PIVOTED": pivoted, "SMALL": small, "STEP": step}, num_warps=4)

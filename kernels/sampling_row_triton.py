@@ -1,0 +1,137 @@
+"""What the sampling kernels know of a row: its settings, its noise, its logits as adjusted, the order of its tokens.
+
+The order of tokens is that of (value, lower id first), as one 64-bit integer, a token's number: no two are equal, so
+that a cut is a number, too.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sampling import GREEDY_TEMPERATURE
+from kernels.triton_env import INTERPRETED
+
+WORDS = 16  # int32 of a row's settings, see sampling_decode.pack_settings
+NUM_WORDS = tl.constexpr(WORDS)
+ALL = tl.constexpr(2**30)  # more tokens than there are
+MOST_COUNTED = tl.constexpr(0x7FFF)
+GAP = tl.constexpr(2**24)  # more than there are tokens: from one value to the next in numbers
+HIGHEST = tl.constexpr(2**62)  # above all numbers
+_GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
+_LOWEST = tl.constexpr(-1e30)
+_PLAIN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _float(words, at):
+    return tl.load(words + at).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def settings_of(words, vocab):
+    """Return (temperature, k, p, least) of a row and whether it is greedy; k ALL, p 1 and least 0 for off."""
+    temperature, p, least = _float(words, 0), _float(words, 2), _float(words, 3)
+    k = tl.load(words + 1)
+    is_greedy = ((temperature < _GREEDY) | (k == 1) | (p <= 0.0) | (least >= 1.0)).to(tl.int32)
+    temperature = tl.where(is_greedy > 0, 1.0, temperature)
+    k = tl.where((k > 0) & (k < vocab), k, ALL)
+    return temperature, k, p, least, is_greedy
+
+
+@triton.jit
+def truncates(k, p, least, is_greedy):
+    return (is_greedy == 0) & ((k < ALL) | (p < 1.0) | (least > 0.0))
+
+
+@triton.jit
+def _mix(x):
+    """Mix 32-bit numbers, as sampling._mix_int."""
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def keys_of(words, position):
+    """Return what a row's seed and position contribute to its noise."""
+    low = _mix(_mix(tl.load(words + 7).to(tl.uint32, bitcast=True)) ^ position.to(tl.uint32))
+    high = _mix(tl.load(words + 8).to(tl.uint32, bitcast=True))
+    return low, _mix(high ^ low ^ (position >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _log(x):
+    """Return log x by the hardware's approximation: exact to 2^-22 of itself, near 1 to 2^-22 of 1."""
+    if _PLAIN:
+        x = tl.log2(x)
+    else:
+        x = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x * 0.6931471805599453
+
+
+@triton.jit
+def gumbel(token, low, high):
+    """Return the noise of tokens, as sampling.gumbel_noise."""
+    x = _mix((token + 1).to(tl.uint32)) ^ low
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    x = (x ^ (x >> 16)) + high
+    x = (x ^ (x >> 15)) * 0x2C1B3C6D
+    x = x ^ (x >> 16)
+    u = ((x >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    # -log u. Noise that wins comes from u near 1, where nothing would be left of the approximation: a series there.
+    v = 1.0 - u
+    near = 1.0 / 5.0 + v * (1.0 / 6.0 + v * (1.0 / 7.0))
+    near = v + v * v * (1.0 / 2.0 + v * (1.0 / 3.0 + v * (1.0 / 4.0 + v * near)))
+    exponential = tl.where(v < 0.1, near, -_log(u))
+    return -_log(exponential)
+
+
+@triton.jit
+def adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab):
+    """Return logits x with bias, penalties and mask.   rows: (of history, of bias, of masks), -1 for none."""
+    history_row, bias_row, mask_row = rows
+    if bias_row >= 0:
+        x += tl.load(bias_ptr + bias_row.to(tl.int64) * vocab + token, mask=inside, other=0.0)
+    if history_row >= 0:
+        presence, frequency, repetition = _float(words, 4), _float(words, 5), _float(words, 6)
+        seen = tl.load(history_ptr + history_row.to(tl.int64) * vocab + token, mask=inside, other=0).to(tl.int32)
+        count = (seen & MOST_COUNTED).to(tl.float32)
+        factor = tl.where(x > 0.0, tl.math.div_rn(1.0, repetition), repetition)
+        x = tl.where(seen != 0, x * factor, x)
+        x = x - frequency * count - tl.where(count > 0.0, presence, 0.0)
+    if mask_row >= 0:
+        width = (vocab + 31) // 32
+        word = tl.load(mask_ptr + mask_row.to(tl.int64) * width + token // 32, mask=inside, other=0)
+        allowed = ((word >> (token % 32)) & 1) != 0
+        x = tl.where(allowed, tl.where(x < _LOWEST, _LOWEST, x), -float("inf"))
+    return x
+
+
+@triton.jit
+def number_below(value):
+    """Return the number that is not above those of all tokens with this value."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return key.to(tl.int64) << 24
+
+
+@triton.jit
+def number_of(value, token):
+    """Return numbers that order like (value, lower token first)."""
+    return number_below(value) + (GAP - 1 - token)
+
+
+@triton.jit
+def value_of(number):
+    """Return the value of tokens with this number."""
+    key = (number >> 24).to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def token_of(number):
+    """Return the token with this number."""
+    return ((number ^ -1) & (GAP - 1)).to(tl.int32)
