@@ -298,7 +298,7 @@ def span(cut: dict[str, int]) -> tuple[int, int]:
     """Return how many rows and tokens a program has."""
     if "KS" in cut:
         return 16 * cut["R"] * cut["RS"], 8 * cut["NB"]
-    return cut["BLOCK_R"], cut["BLOCK_T"]
+    return cut["BLOCK_R"] * cut.get("TILES", 1), cut["BLOCK_T"]
 
 
 def fit_few(
@@ -385,13 +385,19 @@ def fit_held(
     is_wide: bool,
     shift: int = 0,
 ) -> dict[str, int]:
-    """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS."""
-    c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T")}
+    """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS.
+
+    TILES: more than 1 only where a program has all channels.
+    """
+    c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T", "TILES")}
+    steps = -(-channels // BLOCK)
+    while c["TILES"] > 1 and (steps > tile.constants["STEPS"] or span(c)[0] // 2 >= rows):
+        c["TILES"] //= 2
     high, wide = span(c)
     programs = groups * -(-rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
-    steps = -(-channels // BLOCK)
-    split = max(_split(steps, most, least=tile.constants["LEAST"]), -(-steps // tile.constants["STEPS"]))
+    split = _split(steps, 1 if c["TILES"] > 1 else most, least=tile.constants["LEAST"])
+    split = max(split, -(-steps // tile.constants["STEPS"]))
     c["STEPS"] = -(-steps // split)
     c["SPLIT"] = -(-steps // c["STEPS"])
     c["SHARES"] = max(tile.constants["MAX_SPLIT"], c["SPLIT"]) if c["SPLIT"] > 1 else 1
@@ -463,6 +469,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, True),
     (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, True),
     (64, 1536, 4096, _FP8, "*bf16", "*bf16", False, True),
+    (64, 16384, 1024, _FP8, "*bf16", "*bf16", True, True),
     (64, 32768, 1024, _FP8, "*bf16", "*bf16", True, True),
     (32, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
     (32, 1024, 4096, _FP8, "*bf16", "*bf16", False, True),

@@ -128,11 +128,11 @@ def _linear(
 
 
 def _held(
-    rows: int, columns: int, steps: int, *, warps: int = 8, split: int = 4, least: int = 8, **upto: int
+    rows: int, columns: int, steps: int, *, tiles: int = 1, warps: int = 8, split: int = 4, least: int = 8, **upto: int
 ) -> Tile:  # fmt: skip
     """A tile of a linear layer whose operands stay in shared memory; gemm_decode.fit_held says what they mean."""
-    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split, "RESIDENT": 1}
-    return Tile(constants | {"LEAST": least}, num_warps=warps, upto=upto)
+    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "TILES": tiles, "STEPS": steps, "MAX_SPLIT": split}
+    return Tile(constants | {"RESIDENT": 1, "LEAST": least}, num_warps=warps, upto=upto)
 
 
 def _spread(warps: int, spans: int, **upto: int) -> Tile:
@@ -199,12 +199,13 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
         ),
         "sm_90": (
-            _held(64, 32, 16, least=16, tokens=32, mib=8, row_bytes=2048),
+            _held(64, 32, 16, least=16, tokens=32, mib=16, row_bytes=2048),
             _held(64, 32, 8, tokens=32, mib=8),
             _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=512),
             _held(64, 64, 8, tokens=64, mib=8, row_bytes=1024),
             _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=2048),
             _held(64, 64, 8, tokens=64, mib=8),
+            _held(64, 64, 8, tiles=2, tokens=64, mib=16, row_bytes=1024),
             _linear(128, 64, warps=8, stages=8, least=8, tokens=64, row_bytes=1024),
             _linear(64, 64, stages=6, least=8, tokens=64),
             _linear(128, 128, warps=8, stages=4, split=1, ahead=0),

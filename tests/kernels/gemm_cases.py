@@ -112,10 +112,10 @@ def few_tile(ks=1, rs=1, r=1, depth=1, split=1, registers=0) -> Tile:
     return Tile(constants, num_warps=ks * rs)
 
 
-def held_tile(rows=64, columns=32, steps=4, split=1, warps=8, least=1) -> Tile:
+def held_tile(rows=64, columns=32, steps=4, split=1, warps=8, tiles=1, least=1) -> Tile:
     """Return a tile of quantised activations; gemm_decode.fit_held says what the constants mean."""
-    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split, "RESIDENT": 8, "LEAST": least}
-    return Tile(constants, num_warps=warps)
+    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split, "RESIDENT": 8}
+    return Tile(constants | {"TILES": tiles, "LEAST": least}, num_warps=warps)
 
 
 def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1, ahead=1024) -> Tile:

@@ -146,6 +146,7 @@ def test_a_norm_in_front_of_quantised_activations(channels, x_dtype):
         held(columns=16, steps=8),
         held(rows=128, columns=64, steps=2),
         held(split=3),
+        held(steps=5, tiles=2),
     ],
     ids=lambda tile: str(list(tile.constants.values())),
 )
@@ -160,6 +161,10 @@ def test_a_slice_of_rows_may_cut_a_block_of_quantised_activations(tile):
 
 def test_quantised_groups_share_channels_among_programs_that_hold_them():
     assert make_case(3, 70, 384, groups=2, quantize=True).fault(tile=held(split=2)) == ""
+
+
+def test_quantised_groups_may_end_inside_a_program_of_several_tiles():
+    assert make_case(3, 150, 128, groups=2, quantize=True).fault(tile=held(tiles=4)) == ""
 
 
 @pytest.mark.parametrize("tile", [many(split=2), held(split=2)], ids=["many", "held"])
