@@ -28,7 +28,7 @@ from engine.grammar import Grammars
 from engine.model.config import load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
-from engine.model.moe import packs_experts
+from engine.model.moe import keeps_packed
 from engine.model.weights import load_weights
 from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.rollback import Rollback
@@ -97,7 +97,7 @@ class ModelRunner:
             self.model_config,
             dtype=DTYPES[self.config.dtype],
             device=self.device,
-            packs_experts=packs_experts(self.device),
+            keeps_packed=keeps_packed(self.device),
             progress=progress,
         )
         tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.expert_weights import ExpertWeights, dequantize_experts
-from kernels.gemm_decode import linear_decode
 
 _DEQUANTISED_AT_ONCE = 8  # experts: few launches for each, and less than a gigabyte in between
 
@@ -61,27 +60,22 @@ def route(
     return route_reference(scores, bias=bias, chosen=chosen, top_k=top_k, scaling=scaling)
 
 
-def gated_mlp_reference(x: Tensor, w13: Tensor, w2: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
-    """See gated_mlp."""
-    gate, up = F.linear(x, w13).chunk(2, -1)
-    hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+def gated(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
+    """Return silu(min(gate, limit)) * clamp(up, -limit, limit)."""
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def gated_mlp(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float, weight: Tensor | None = None) -> Tensor:
+    """Return [T, H] of one expert for all rows of x [T, H], in x's dtype.
+
+    w13: [2I, H].   w2: [H, I].   weight: [T, 1] float32, of what lies between the products.
+    """
+    if w13.shape[1] != x.shape[1] or w2.shape != (x.shape[1], w13.shape[0] // 2):
+        raise ValueError(f"rows of {x.shape[1]} channels, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}")
+    hidden = gated(*F.linear(x, w13).chunk(2, -1), limit=limit)
     if weight is not None:
         hidden = (hidden * weight).to(x.dtype)
     return F.linear(hidden, w2)
-
-
-def gated_mlp(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
-    """Return [T, H] of one expert for all rows: w13 [2I, H], w2 [H, I], in x's dtype."""
-    if w13.shape[1] != x.shape[1] or w2.shape != (x.shape[1], w13.shape[0] // 2):
-        raise ValueError(f"rows of {x.shape[1]} channels, w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}")
-    return gated_mlp_reference(x, w13, w2, limit)
-
-
-def gated_mlp_decode(x: Tensor, w13: Tensor, w2: Tensor, *, limit: float) -> Tensor:
-    """Return gated_mlp of few rows, with decode kernels for both products; between them float32."""
-    gate, up = linear_decode(x, w13, out_dtype=torch.float32).chunk(2, -1)
-    hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-    return linear_decode(hidden.to(x.dtype), w2, out_dtype=x.dtype)
 
 
 def experts_reference(
@@ -104,7 +98,7 @@ def experts_reference(
         picked = order[first : first + counts[expert]]
         token = picked // top_k
         weight = weights.view(-1)[picked, None]
-        out.index_add_(0, token, gated_mlp_reference(x[token], each13, each2, limit, weight).float())
+        out.index_add_(0, token, gated_mlp(x[token], each13, each2, limit=limit, weight=weight).float())
         first += counts[expert]
     return out
 

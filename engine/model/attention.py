@@ -17,11 +17,9 @@ from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
-from engine.model.layers import Linear, RMSNorm, Rotations, Weights
+from engine.model.layers import GroupedLinear, Linear, RMSNorm, Rotations, Weights
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
-from kernels.gemm import grouped_linear
-from kernels.gemm_decode import grouped_linear_decode
 from kernels.norm_rope import rms_norm, rope
 from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.rows import Rows
@@ -60,8 +58,8 @@ class Attention:
         self.q_up = Linear(weights, f"{prefix}.wq_b")
         self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
         self.sink = weights.pop(f"{prefix}.attn_sink")
-        grouped = weights.pop(f"{prefix}.wo_a.weight")
-        self.out_down = grouped.view(config.o_groups, config.o_lora_rank, grouped.shape[1])
+        self.groups = config.o_groups
+        self.out_down = GroupedLinear(weights, f"{prefix}.wo_a", self.groups)
         self.out_up = Linear(weights, f"{prefix}.wo_b")
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, self.ratio) if self.ratio else None
         self.indexer = None
@@ -80,11 +78,8 @@ class Attention:
         latent, kv = both[:, : self.latent], both[:, self.latent :]
         q = self.q_up(latent, norm=self.q_norm, decodes=decodes).view(-1, self.heads, self.dim)
         attend = self._attend_decode if decodes else self._attend
-        out = attend(x, latent, q, kv, batch, rotations, cache).to(x.dtype).view(x.shape[0], self.out_down.shape[0], -1)
-        if decodes:
-            out = grouped_linear_decode(out, self.out_down, out_dtype=x.dtype)
-        else:
-            out = grouped_linear(out, self.out_down)
+        out = attend(x, latent, q, kv, batch, rotations, cache).to(x.dtype)
+        out = self.out_down(out.view(x.shape[0], self.groups, -1), decodes=decodes)
         return self.out_up(out.flatten(1), decodes=decodes)
 
     def _attend(

@@ -206,6 +206,17 @@ class Checkpoint:
             return dequantize_e2m1(tensor, scale, GROUP["mxfp4"])
         return dequantize_block_fp8(tensor, scale, config.weight_block_size)
 
+    def is_e4m3(self, name: str, config: DeepSeekV4Config) -> bool:
+        """Return whether a matrix is stored as e4m3 in tiles of 128 x 128, which decode kernels read as they are."""
+        return self.header(name)[0] == "F8_E4M3" and tuple(config.weight_block_size) == (128, 128)
+
+    def e4m3(self, name: str, spec: TensorSpec, config: DeepSeekV4Config) -> tuple[Tensor, Tensor]:
+        """Return codes and float32 scales of such a matrix. Raises UnusableTensor."""
+        self.read(name, spec, config)
+        scale = self._get(_beside(name, "scale"))
+        codes = self._get(name).clone()  # in a file it may begin anywhere; a kernel wants pieces of 16 bytes
+        return codes, scale if scale.dtype == torch.float32 else ue8m0_to_scale(scale.view(torch.uint8))
+
     def four_bits(self, name: str, part: tuple[slice, slice] = (slice(None), slice(None))) -> FourBitMatrix:
         """Return some rows and columns of a matrix as its codes, columns cut at groups. Raises UnusableTensor."""
         format = self._four_bit_format(name)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
-from kernels.gemm import linear
-from kernels.gemm_decode import linear_decode
+from kernels.gemm import grouped_linear, linear
+from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode
 from kernels.hyper_connection_decode import Mixer
 from kernels.norm_rope import rms_norm, rotation_at
+from kernels.quant import dequantize_block_fp8
 from kernels.ragged import RaggedBatch
 
 Weights = dict[str, Tensor]
@@ -34,20 +35,39 @@ class RMSNorm:
 
 
 class Linear:
-    """y = x W^T, in the dtype of W. weight: [out, in]; of several names, one below the other."""
+    """y = x W^T, in x's dtype. weight: [out, in], in that dtype or e4m3; of several names, one below the other."""
 
     def __init__(self, weights: Weights, *names: str) -> None:
-        found = [weights.pop(f"{name}.weight") for name in names]
-        self.weight = found[0] if len(found) == 1 else torch.cat(found)
+        found = [(weights.pop(f"{name}.weight"), weights.pop(f"{name}.scale", None)) for name in names]
+        scales = [scale for _, scale in found if scale is not None]
+        self.weight, self.scale = found[0]
+        if len(found) > 1:
+            self.weight, self.scale = join_weights([weight for weight, _ in found], scales)
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> Tensor:
         """x: [T, in].   norm: of x, before the product.   decodes: with decode kernels."""
-        x, dtype = x.to(self.weight.dtype), self.weight.dtype
-        if decodes and norm is None:
-            return linear_decode(x, self.weight, out_dtype=dtype)
-        if decodes and norm is not None:
-            return linear_decode(x, self.weight, norm=norm.weight, eps=norm.eps, out_dtype=dtype)
-        return linear(x if norm is None else norm(x).to(dtype), self.weight)
+        if decodes:
+            gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return linear_decode(x, self.weight, self.scale, norm=gain, eps=eps, out_dtype=x.dtype)
+        return linear(x if norm is None else norm(x).to(x.dtype), self.weight, self.scale)
+
+
+class GroupedLinear:
+    """y[t, g] = x[t, g] W_g^T, in x's dtype. weight: [groups, out, in], in that dtype or e4m3."""
+
+    def __init__(self, weights: Weights, name: str, groups: int) -> None:
+        flat = weights.pop(f"{name}.weight")
+        self.weight = flat.view(groups, -1, flat.shape[1])
+        self.scale = weights.pop(f"{name}.scale", None)
+
+    def __call__(self, x: Tensor, *, decodes: bool = False) -> Tensor:
+        """x: [T, groups, in].   decodes: with decode kernels."""
+        if decodes:
+            return grouped_linear_decode(x, self.weight, self.scale, out_dtype=x.dtype)
+        weight = self.weight
+        if self.scale is not None:
+            weight = dequantize_block_fp8(weight.flatten(0, 1), self.scale).to(x.dtype).view(weight.shape)
+        return grouped_linear(x, weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
-from engine.model.layers import Weights
+from engine.model.layers import Linear, Weights
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
-from kernels.moe import expert_scores, experts, gated_mlp, gated_mlp_decode, route
+from kernels.moe import expert_scores, experts, gated, route
 from kernels.moe_decode import experts_decode
 from kernels.moe_gate import route_by_gate
 from kernels.moe_routing import route_tokens
@@ -26,8 +26,8 @@ from kernels.triton_env import uses_triton
 TOKENS = 256  # at once: what the kernels are cut for
 
 
-def packs_experts(device: torch.device) -> bool:
-    """Return whether experts of four bits stay packed on a device: where decode kernels run."""
+def keeps_packed(device: torch.device) -> bool:
+    """Return whether weights stay packed on a device: where decode kernels run."""
     return uses_triton(torch.empty(0, device=device))
 
 
@@ -44,8 +44,8 @@ class MixtureOfExperts:
         self.w13 = _matrices(weights, f"{prefix}.experts.w13")
         self.w2 = _matrices(weights, f"{prefix}.experts.w2")
         shared = f"{prefix}.shared_experts"
-        self.shared_w13 = torch.cat([weights.pop(f"{shared}.w1.weight"), weights.pop(f"{shared}.w3.weight")])
-        self.shared_w2 = weights.pop(f"{shared}.w2.weight")
+        self.shared_w13 = Linear(weights, f"{shared}.w1", f"{shared}.w3")
+        self.shared_w2 = Linear(weights, f"{shared}.w2")
         self.top_k, self.scaling, self.limit = (
             config.num_experts_per_tok,
             config.routed_scaling_factor,
@@ -56,8 +56,7 @@ class MixtureOfExperts:
         """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step that may have padding tokens."""
         w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
         if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
-            shared = gated_mlp if decode is None else gated_mlp_decode
-            add = shared(x, self.shared_w13, self.shared_w2, limit=self.limit)
+            add = self._shared(x, decodes=decode is not None)
             found = []
             for first in range(0, max(x.shape[0], 1), TOKENS):
                 at = slice(first, first + TOKENS)
@@ -69,7 +68,11 @@ class MixtureOfExperts:
             expert_scores(x, self.gate), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
         )
         routed = experts(x, self.w13, self.w2, ids, weights, limit=self.limit)
-        return routed + gated_mlp(x, self.shared_w13, self.shared_w2, limit=self.limit)
+        return routed + self._shared(x, decodes=False)
+
+    def _shared(self, x: Tensor, *, decodes: bool) -> Tensor:
+        gate, up = self.shared_w13(x, decodes=decodes).chunk(2, -1)
+        return self.shared_w2(gated(gate, up, limit=self.limit), decodes=decodes)
 
     def _read_once(
         self, x: Tensor, token_ids: Tensor, add: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights

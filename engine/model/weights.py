@@ -4,8 +4,8 @@
 anything missing, unused, misshapen or not finite is listed by name before a worker serves. `mtp.*` (drafting) is
 read past. checkpoint.py knows how tensors are stored.
 
-Routed experts may stay in four bits (expert_stacks.py). All else is dequantised in float32 and then cast to the compute
-dtype.
+For decode kernels routed experts may stay in four bits (expert_stacks.py), and other matrices in e4m3. All else is
+dequantised in float32 and then cast to the compute dtype.
 """
 
 from __future__ import annotations
@@ -107,14 +107,15 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    packs_experts: bool = False,
+    keeps_packed: bool = False,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[str], None] | None = None,
 ) -> LoadedWeights:
     """Return the weights of a checkpoint folder. Raises WeightsError listing what is wrong with it.
 
-    device: of the routed experts; all else is on the CPU.   packs_experts: keep experts of four bits packed, as far as
-    possible.   part: (index, count) of the slice of the routed experts' inner dimension.
+    device: of the routed experts; all else is on the CPU.   keeps_packed: keep experts of four bits packed, as far as
+    possible, and other matrices of e4m3, whose float32 scales are `….scale`.   part: (index, count) of the slice of the
+    routed experts' inner dimension.
     """
     say = progress or (lambda _: None)
     try:
@@ -125,7 +126,7 @@ def load_weights(
         checkpoint = Checkpoint(Path(folder), stack)
         specs = tensor_specs(config)
         checkpoint.check_headers(specs, config)
-        packings = checkpoint.packings(specs, config, inner) if packs_experts else {}
+        packings = checkpoint.packings(specs, config, inner) if keeps_packed else {}
         tensors: dict[str, Tensor] = {}
         experts = ExpertStacks(config, inner, packings, dtype=dtype, device=torch.device(device))
         problems: list[str] = []
@@ -134,7 +135,10 @@ def load_weights(
             for name in names:
                 try:
                     place = split_name(name)
-                    if place is None:
+                    if place is None and keeps_packed and checkpoint.is_e4m3(name, config):
+                        tensors[name], scale = checkpoint.e4m3(name, specs[name], config)
+                        tensors[scale_name(name)] = scale
+                    elif place is None:
                         tensors[name] = _cast(checkpoint.read(name, specs[name], config), specs[name], dtype)
                     elif experts.is_packed(place[0]):
                         experts.put(name, checkpoint.four_bits(name, inner.within(place[2])))
@@ -147,6 +151,9 @@ def load_weights(
         num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         skipped = tuple(sorted(n for n in checkpoint.where if n.startswith("mtp.")))
         say(f"weights: {len(specs)} tensors, {num_bytes / 1e9:.3f} GB as {str(dtype).removeprefix('torch.')}")
+        kept = sum(tensor.dtype == torch.float8_e4m3fn for tensor in tensors.values())
+        if kept:
+            say(f"weights: {kept} other matrices stay in e4m3")
         for line in _told(experts):
             say(line)
         if skipped:
@@ -158,6 +165,11 @@ def load_weights(
             packed=experts.formats,
             dequantized=experts.dequantized,
         )
+
+
+def scale_name(name: str) -> str:
+    """Return what the scales of a matrix `….weight` are called among loaded tensors."""
+    return name.removesuffix("weight") + "scale"
 
 
 def _cast(tensor: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:

@@ -15,9 +15,9 @@ import engine.model.moe
 import engine.runner
 from engine.model.config import load_config
 from engine.model.moe import MixtureOfExperts
-from engine.model.weights import WeightsError, load_weights
+from engine.model.weights import WeightsError, load_weights, scale_name
 from kernels.expert_weights import LANES, ExpertWeights, dequantize_experts
-from kernels.quant import dequantize_e2m1
+from kernels.quant import dequantize_block_fp8, dequantize_e2m1
 
 TESTS = Path(__file__).resolve().parent.parent
 HANDED = {
@@ -42,7 +42,7 @@ geo_experts = _module("gpu_geo_experts", TESTS / "gpu/geo_experts.py")
 
 
 def read(folder, **options):
-    return load_weights(folder, load_config(folder), **{"dtype": torch.float32, "packs_experts": True, **options})
+    return load_weights(folder, load_config(folder), **{"dtype": torch.float32, "keeps_packed": True, **options})
 
 
 def whole(loaded, stack):
@@ -74,6 +74,18 @@ def test_mxfp4_experts_stay_packed_with_the_oracle_s_values(oracle):
     assert all(torch.equal(whole(loaded, stack), wanted(oracle, stack)) for stack in STACKS)
 
 
+def test_other_matrices_of_e4m3_stay_as_they_are_stored(oracle):
+    loaded, plain = read(oracle.folder("mx")), read(oracle.folder("mx"), keeps_packed=False)
+    kept = [name for name, tensor in loaded.tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert {"layers.0.attn.wq_b.weight", "layers.2.ffn.shared_experts.w2.weight"} <= set(kept)
+    assert not any(scale_name(name) in plain.tensors for name in kept)
+    for name in kept:
+        whole_matrix = dequantize_block_fp8(loaded.tensors[name], loaded.tensors[scale_name(name)])
+        assert torch.equal(whole_matrix, plain.tensors[name]), name
+    others = set(plain.tensors) & set(loaded.tensors) - set(kept)
+    assert all(torch.equal(loaded.tensors[name], plain.tensors[name]) for name in others)
+
+
 def test_nvfp4_experts_stay_packed_with_the_oracle_s_values(oracle, edit):
     loaded = read(edit("mx", four_bits.to_nvfp4))
     assert loaded.packed == dict.fromkeys(STACKS, "nvfp4")
@@ -81,7 +93,7 @@ def test_nvfp4_experts_stay_packed_with_the_oracle_s_values(oracle, edit):
 
 
 def test_nvfp4_experts_are_read_where_they_are_not_packed(oracle, edit):
-    loaded = read(edit("mx", four_bits.to_nvfp4), packs_experts=False)
+    loaded = read(edit("mx", four_bits.to_nvfp4), keeps_packed=False)
     assert (loaded.packed, loaded.dequantized) == ({}, {})
     assert all(torch.equal(loaded.tensors[stack], wanted(oracle, stack)) for stack in STACKS)
 
@@ -104,7 +116,7 @@ def test_nvfp4_values_are_code_times_scale_times_the_matrix_s_own_factor(oracle,
             )
 
     folder = edit("mx", change)
-    packed, plain = read(folder), read(folder, packs_experts=False)
+    packed, plain = read(folder), read(folder, keeps_packed=False)
     for expert in range(4):
         prefix = f"layers.2.ffn.experts.{expert}"
         first = torch.cat([values[f"{prefix}.w1"], values[f"{prefix}.w3"]])
@@ -134,7 +146,7 @@ def test_mxfp4_beside_nvfp4_in_one_matrix_becomes_nvfp4(oracle, edit, pattern):
 def test_each_rank_reads_its_slice_of_the_inner_dimension(oracle, edit, change, packs):
     folder = edit("mx", change)
     for index in range(2):
-        loaded = read(folder, part=(index, 2), packs_experts=packs)
+        loaded = read(folder, part=(index, 2), keeps_packed=packs)
         assert len(loaded.packed) == (6 if packs else 0)
         for stack in STACKS:
             part = wanted(oracle, stack, start=64 * index, stop=64 * index + 64)
@@ -181,7 +193,7 @@ def test_sizes_that_the_kernels_do_not_read_are_dequantised_and_told(oracle):
 
 
 def test_experts_that_are_not_in_four_bits_are_kept_as_they_were(oracle):
-    loaded, plain = read(oracle.folder("tiny")), read(oracle.folder("tiny"), packs_experts=False)
+    loaded, plain = read(oracle.folder("tiny")), read(oracle.folder("tiny"), keeps_packed=False)
     assert loaded.packed == {}
     assert loaded.tensors.keys() == plain.tensors.keys()
     assert all(torch.equal(loaded.tensors[name], plain.tensors[name]) for name in plain.tensors)
@@ -217,7 +229,7 @@ def test_scales_too_far_apart_dequantise_their_matrix_whichever_expert_has_them(
         tensors[f"{name}.weight"][3, 16:32] = 0x11
 
     folder = edit("mx", change)
-    loaded, plain = read(folder), read(folder, packs_experts=False)
+    loaded, plain = read(folder), read(folder, keeps_packed=False)
     assert set(loaded.packed) == set(STACKS) - {stack}
     label = f"layers.1.ffn.experts.{expert}.{stack.rpartition('.')[2]}"
     assert loaded.dequantized[stack].startswith(f"{label} has mxfp4 scales from 2^-57")
@@ -232,7 +244,7 @@ def test_mxfp4_that_can_not_become_nvfp4_beside_it_dequantises_the_matrix(edit):
         tensors[f"{EXPERT}.w2.weight"][3, 16:32] = 0x11
 
     folder = edit("mx", change)
-    loaded, plain = read(folder), read(folder, packs_experts=False)
+    loaded, plain = read(folder), read(folder, keeps_packed=False)
     assert "nvfp4 holds 17 without loss" in loaded.dequantized[STACKS[3]]
     assert all(torch.equal(whole(loaded, stack), plain.tensors[stack]) for stack in STACKS)
 
@@ -260,11 +272,11 @@ def test_handed_checkpoints_with_holes(edit, case, packs):
 
     folder = edit("mx", change)
     if case["name"] in ("weight_only_checkpoint", "gate_up_scales_differ"):
-        plain = read(folder, packs_experts=False).tensors
-        assert all(torch.equal(whole(read(folder, packs_experts=packs), stack), plain[stack]) for stack in STACKS)
+        plain = read(folder, keeps_packed=False).tensors
+        assert all(torch.equal(whole(read(folder, keeps_packed=packs), stack), plain[stack]) for stack in STACKS)
         return
     with pytest.raises(WeightsError) as caught:
-        read(folder, packs_experts=packs)
+        read(folder, keeps_packed=packs)
     tensor = f"{name}.weight_scale_2" if case["name"].startswith("weight") else f"{name}.input_scale"
     wrong = f"is {float(case['set']):g}" if "set" in case else "missing"
     assert f"{tensor}: {wrong}" in str(caught.value)
@@ -333,7 +345,7 @@ def test_faulty_experts_are_refused_by_tensor_name(edit, is_nvfp4, change, messa
         change(tensors)
 
     with pytest.raises(WeightsError, match=message):
-        read(edit("mx", both), packs_experts=packs)
+        read(edit("mx", both), keeps_packed=packs)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -342,7 +354,7 @@ def test_a_rank_s_slice_may_have_nothing_but_scales_of_zero(edit, packs):
         four_bits.to_nvfp4(tensors)
         tensors[f"{EXPERT}.w2.weight_scale"].view(torch.uint8)[:, :4] = 0
 
-    loaded = read(edit("mx", change), part=(0, 2), packs_experts=packs)
+    loaded = read(edit("mx", change), part=(0, 2), keeps_packed=packs)
     assert not whole(loaded, STACKS[3])[2].any()
 
 
@@ -364,7 +376,7 @@ def test_a_factor_that_the_kernels_do_not_hold_dequantises_its_matrix(edit):
     folder = edit("mx", change)
     loaded = read(folder)
     assert "the kernels hold factors up to 2^120" in loaded.dequantized[STACKS[3]]
-    assert torch.equal(whole(loaded, STACKS[3]), read(folder, packs_experts=False).tensors[STACKS[3]])
+    assert torch.equal(whole(loaded, STACKS[3]), read(folder, keeps_packed=False).tensors[STACKS[3]])
 
 
 def test_an_expert_of_zeros_may_have_scales_of_zero(edit):
@@ -388,7 +400,7 @@ def test_a_slice_that_does_not_exist_is_refused(oracle, part):
 @pytest.fixture
 def packs(monkeypatch):
     """Experts stay packed on the CPU, too."""
-    monkeypatch.setattr(engine.runner, "packs_experts", lambda device: True)
+    monkeypatch.setattr(engine.runner, "keeps_packed", lambda device: True)
 
 
 @pytest.mark.parametrize("change", [lambda tensors: None, four_bits.to_nvfp4], ids=["mxfp4", "nvfp4"])
@@ -427,7 +439,7 @@ def test_decode_steps_of_the_whole_model_choose_as_golden(tmp_path, formats):
 def test_more_experts_than_are_dequantised_at_once_give_the_same_bits(tmp_path):
     folder = geo.write_checkpoint(tmp_path, nvfp4=geo.EXPERTS["both"])
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
-    packed, plain = _layer(folder), _layer(folder, packs_experts=False)
+    packed, plain = _layer(folder), _layer(folder, keeps_packed=False)
     ids = torch.zeros(40, dtype=torch.int64)
     assert packed.w13.experts == 16
     assert torch.equal(packed(x, ids), plain(x, ids))
@@ -438,8 +450,8 @@ def normal_rows():
     return lambda tokens: torch.randn(tokens, 128, generator=torch.Generator().manual_seed(tokens))
 
 
-def _layer(folder, *, packs_experts=True, part=(0, 1)):
-    loaded = read(folder, packs_experts=packs_experts, part=part)
+def _layer(folder, *, keeps_packed=True, part=(0, 1)):
+    loaded = read(folder, keeps_packed=keeps_packed, part=part)
     return MixtureOfExperts(loaded.tensors, 1, load_config(folder))
 
 
@@ -475,7 +487,7 @@ def test_no_tokens_at_all(oracle, normal_rows):
 def test_a_layer_with_one_dequantised_matrix_runs_the_operations_for_any_step(oracle, normal_rows):
     """A quarter of mx: see above."""
     layer, x = _layer(oracle.folder("mx"), part=(0, 4)), normal_rows(3)
-    plain = _layer(oracle.folder("mx"), part=(0, 4), packs_experts=False)
+    plain = _layer(oracle.folder("mx"), part=(0, 4), keeps_packed=False)
     ids = torch.zeros(3, dtype=torch.int64)
     assert isinstance(layer.w13, ExpertWeights) and isinstance(layer.w2, torch.Tensor)
     assert torch.equal(layer(x, ids, _batch(3)), plain(x, ids))

@@ -155,7 +155,7 @@ def logits_of(
     harness = _module("engine_harness", TESTS / "engine/harness.py")
     golden = load_file(TESTS / "oracle/geo/golden.safetensors")
     sequences = []
-    chooses, packs = model.decode_batch, engine.runner.packs_experts
+    chooses, packs = model.decode_batch, engine.runner.keeps_packed
 
     def decode_batch(batch, cache):
         fits = kernels and batch.decode.max_query_len <= attention.DECODE_TOKENS
@@ -163,7 +163,7 @@ def logits_of(
 
     # On a device with kernels both choices are the engine's own.
     if not kernels or not has_kernels(device):
-        model.decode_batch, engine.runner.packs_experts = decode_batch, lambda device: kernels
+        model.decode_batch, engine.runner.keeps_packed = decode_batch, lambda device: kernels
     try:
         runner = harness.make_runner(
             checkpoint, role="decode", device=device, dtype=dtype, kv_cache_dtype="packed", index_cache_dtype=index,
@@ -182,7 +182,7 @@ def logits_of(
         for step in range(steps):
             side.step(*((running, [forced[step]], True) for running, forced in sequences))
     finally:
-        model.decode_batch, engine.runner.packs_experts = chooses, packs
+        model.decode_batch, engine.runner.keeps_packed = chooses, packs
     for length, (running, _) in zip(lengths, sequences, strict=True):
         if running.failed:
             raise RuntimeError(f"prompt of {length} tokens: {running.failed}")

@@ -25,6 +25,7 @@ LAYERS, TOKENS = range(5), (1, 7, 40)  # the first layer goes by token id
 # channels add up at random: up to 2.9e-4 with the references on the CPU, and the same in the interpreter. In bfloat16
 # the shared expert's products, and what lies between them, are rounded to 2^-9: up to 4.6e-3.
 BOUNDS = {"float32": 1e-3, "bfloat16": 1e-2}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Layers:
@@ -41,7 +42,7 @@ class Layers:
         self._load()
         experts = self._experts[layer]
         draw = torch.Generator().manual_seed(1000 * layer + tokens)
-        x = torch.randn(tokens + 2, self._raw["hidden_size"], generator=draw).to(experts.shared_w2.dtype)
+        x = torch.randn(tokens + 2, self._raw["hidden_size"], generator=draw).to(DTYPES[self._dtype])
         ids = torch.randint(0, self._raw["vocab_size"], (tokens + 2,), generator=draw)
         wanted = self._reference.moe(f"layers.{layer}.ffn.", x[:tokens].float(), ids[:tokens])
         x[tokens:] = math.nan  # padding may hold anything
@@ -63,8 +64,7 @@ class Layers:
         from engine.model.weights import load_weights
 
         config = load_config(self._folder)
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self._dtype]
-        loaded = load_weights(self._folder, config, dtype=dtype, device=self._device, packs_experts=True)
+        loaded = load_weights(self._folder, config, dtype=DTYPES[self._dtype], device=self._device, keeps_packed=True)
         wanted = {"both": {"mxfp4", "nvfp4"}}.get(self.formats, {self.formats})
         if set(loaded.packed.values()) != wanted or len(loaded.packed) != 2 * len(LAYERS):
             raise RuntimeError(f"packed {loaded.packed}, dequantised {loaded.dequantized}: wanted all in {wanted}")
