@@ -13,13 +13,13 @@ import triton.language as tl
 
 from kernels.sampling_row_triton import ALL, GAP, adjust, gumbel, number_below, number_of, value_of
 
-_BINS = tl.constexpr(256)
+_BINS = tl.constexpr(64)
 _REACH = tl.constexpr(64.0)  # from the best: what is lower is no different from what is no token at all
 
 
 @triton.jit
 def _bound(highest, exists, top, k):
-    """Return a value that at least k groups reach, so that k tokens do; -inf if there are fewer groups."""
+    """Return a maximum that at least k groups reach, so that k tokens do; -inf if there are fewer groups."""
     reach = tl.where(exists, top - highest, 0.0)
     reach = tl.where(reach < _REACH, reach, _REACH)
     span = tl.max(reach, 0)
@@ -43,20 +43,23 @@ def collect(
     """
     num_groups = tl.cdiv(vocab, R * Q * E) * Q
     i = tl.arange(0, BLOCKS * Q)
-    highest = tl.math.div_rn(tl.load(maxima + i, mask=i < num_groups, other=-float("inf")), temperature)
+    highest = tl.load(maxima + i, mask=i < num_groups, other=-float("inf"))
     exists = highest > -float("inf")
-    top = tl.max(highest, 0)
+    best = tl.max(highest, 0)
+    top = tl.math.div_rn(best, temperature)
     bound = tl.where(top + lowered > floor, top + lowered, floor)
     if k < ALL:
-        reached = _bound(highest, exists, top, k)
+        reached = tl.math.div_rn(_bound(highest, exists, best, k), temperature)
         bound = tl.where(reached > bound, reached, bound)
-    is_active = (exists & (highest >= bound)).to(tl.int32)
+    # Undivided maxima and a little less: all groups that can have a token, without a division for each.
+    least = bound * temperature
+    is_active = (exists & (highest >= least - 1e-6 * tl.abs(least))).to(tl.int32)
     through = tl.cumsum(is_active, 0)
     active = tl.max(through, 0)
     tl.debug_barrier()  # lists of an earlier use have been read
     tl.store(groups + through - is_active, i, mask=is_active > 0)
     tl.debug_barrier()
-    n, least = 0, top
+    n, lowest = 0, top
     r, e = tl.arange(0, R)[None, :, None], tl.arange(0, E)[None, None, :]
     for start in range(0, active, GATHER):
         g = start + tl.arange(0, GATHER)
@@ -72,9 +75,9 @@ def collect(
         tl.store(value_ptr + n + place - wanted, x, mask=wanted > 0)
         tl.store(id_ptr + n + place - wanted, token, mask=wanted > 0)
         n += tl.max(place, 0)
-        least = tl.minimum(least, tl.min(tl.where(wanted > 0, x, top), 0))
+        lowest = tl.minimum(lowest, tl.min(tl.where(wanted > 0, x, top), 0))
     tl.debug_barrier()
-    return n, top, least
+    return n, top, lowest
 
 
 @triton.jit

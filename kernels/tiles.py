@@ -146,14 +146,14 @@ def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: in
 
 
 def _sampling(
-    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 64, resident: int = 1
+    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 16, resident: int = 1
 ) -> Tile:
     """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps.
 
     resident: programs of a multiprocessor that share rows between them.
     """
     constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose, "RESIDENT": resident}
-    return Tile(constants | {"TILE": 1024, "PIVOTED": 512, "SMALL": 256, "STEP": 16}, num_warps=scan)
+    return Tile(constants | {"TILE": 512, "PIVOTED": 512, "SMALL": 256, "STEP": 8}, num_warps=scan)
 
 
 def _logits(block_n: int, *, stages: int, resident: int, warps: int = 4, **upto: int) -> Tile:
