@@ -138,7 +138,7 @@ def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`: DeepSeek-V4-Flash's gate, experts by score and by table."""
     return [
         _variant(tile_for(OP, arch, tokens=tokens), tokens, by_table=by_table)
-        for tokens in (8, 64)
+        for tokens in (8, 64, 256)
         for by_table in (False, True)
     ]
 

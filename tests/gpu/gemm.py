@@ -61,6 +61,8 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(tokens, 1024, 4096, groups=2) for tokens in (1, 16, 64, 256)),
         *(Case(tokens, 1536, 4096, out_dtype="bfloat16") for tokens in (1, 16, 64)),
         *(Case(tokens, 4096, 512, gap=64) for tokens in (1, 64)),
+        *(Case(tokens, 8192, 128, x_dtype="float32", normed=True) for tokens in (1, 4, 64)),
+        *(Case(tokens, 128, 2048, x_dtype="float32", groups=4) for tokens in (4, 64)),
         *(Case(tokens, 2624, 4096, dtype="bfloat16") for tokens in (1, 16, 64, 256)),
         *(Case(tokens, 256, 4096, dtype="bfloat16") for tokens in (1, 64)),
         *(Case(tokens, 4099, 4096, dtype="bfloat16", x_dtype="float32", normed=True) for tokens in (1, 16, 64)),
