@@ -259,7 +259,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     # W: warps, 16 tokens each.   L: spans of 16 channels that a program goes through, at most ADDED.
     "hyper_spread": {
-        "sm_120": (_spread(1, 1, tokens=8), _spread(1, 2, tokens=32), _spread(4, 2)),
+        "sm_120": (_spread(1, 1, tokens=8), _spread(1, 2)),
         "sm_90": (_spread(1, 1, tokens=8), _spread(1, 2, tokens=32), _spread(4, 2)),
     },
     # One tile: the order of a token's sums follows from W.
