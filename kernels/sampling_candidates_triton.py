@@ -16,12 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.sampling_row_triton import ALL, HIGHEST, adjust, number_below, number_of, token_of
+from kernels.sampling_row_triton import ALL, adjust, key_of, number_of, token_of
 
 CANDIDATES = 8  # sums at a time: of TESTED candidates and of all that min-p keeps
 NUM_CANDIDATES = tl.constexpr(CANDIDATES)
 TESTED = tl.constexpr(CANDIDATES - 1)
 _NONE = tl.constexpr(-(2**62))  # below all numbers
+_HIGHEST_KEY = tl.constexpr(0x7FFFFFFF)  # above those of all values
 
 
 @triton.jit
@@ -65,34 +66,45 @@ def candidates_of(first, second, first_value, second_value, ids, values, floor, 
 @triton.jit
 def weigh(
     x, logits, words, rows, bias_ptr, history_ptr, mask_ptr, mass_ptr, vocab, temperature, top, found, value, floor,
-    program, programs, BLOCK: tl.constexpr,
+    program, programs, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Write for each of a program's blocks the mass before each candidate; last that of what is floor or more.
+    """Write for each of a program's shares of SHARE tokens the mass before each candidate; last that of what is floor
+    or more.
 
-    x: logits of the first of its blocks.
+    x: logits of the first of its shares.
     """
-    c, i = tl.arange(0, NUM_CANDIDATES), tl.arange(0, BLOCK)
-    least = tl.where(found > _NONE, number_of(value, token_of(found)) + 1, HIGHEST)
-    least = tl.where(c == TESTED, number_below(floor), least)
-    for block in range(program, tl.cdiv(vocab, BLOCK), programs):
-        token = block * BLOCK + i
-        later = token + programs * BLOCK
+    c, i = tl.arange(0, NUM_CANDIDATES), tl.arange(0, SHARE)
+    exists = found > _NONE
+    id_of = token_of(found)
+    home = id_of // SHARE
+    key = tl.where(exists, key_of(value), _HIGHEST_KEY)
+    for share in range(program, tl.cdiv(vocab, SHARE), programs):
+        token = share * SHARE + i
+        later = token + programs * SHARE
         ahead = tl.load(logits + later, mask=later < vocab, other=-float("inf"))  # arrives while this one is summed
         y = adjust(x.to(tl.float32), token, token < vocab, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
         if temperature != 1.0:
             y = tl.math.div_rn(y, temperature)
-        is_before = number_of(y, token)[None, :] >= least[:, None]
-        mass = tl.sum(tl.where(is_before, tl.exp(y - top)[None, :], 0.0), 1)
-        tl.store(mass_ptr + block * NUM_CANDIDATES + c, mass)
+        mine = key_of(y)
+        weight = tl.exp(y - top)
+        # Of a candidate's equals those of shares in front come before it.
+        least = tl.where(exists & (share >= home), key + 1, key)
+        least = tl.where(c == TESTED, key_of(floor), least)
+        mass = tl.sum(tl.where(mine[None, :] >= least[:, None], weight[None, :], 0.0), 1)
+        is_home = exists & (share == home)
+        if tl.max(is_home.to(tl.int32), 0) > 0:
+            is_equal = (mine[None, :] == key[:, None]) & (token[None, :] < id_of[:, None]) & is_home[:, None]
+            mass += tl.sum(tl.where(is_equal, weight[None, :], 0.0), 1)
+        tl.store(mass_ptr + share * NUM_CANDIDATES + c, mass)
         x = ahead
 
 
 @triton.jit
-def masses_of(mass_ptr, blocks, BLOCKS: tl.constexpr):
-    """Return the sums over a row's blocks of what weigh wrote, by whichever program."""
-    c, b = tl.arange(0, NUM_CANDIDATES)[:, None], tl.arange(0, BLOCKS)[None, :]
+def masses_of(mass_ptr, shares, SHARES: tl.constexpr):
+    """Return the sums over a row's shares of what weigh wrote, by whichever program."""
+    c, b = tl.arange(0, NUM_CANDIDATES)[:, None], tl.arange(0, SHARES)[None, :]
     at = mass_ptr + b * NUM_CANDIDATES + c
-    return tl.sum(tl.load(at, mask=(b < blocks) & (c >= 0), other=0.0, cache_modifier=".cg"), 1)
+    return tl.sum(tl.load(at, mask=(b < shares) & (c >= 0), other=0.0, cache_modifier=".cg"), 1)
 
 
 @triton.jit

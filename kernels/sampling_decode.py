@@ -240,8 +240,8 @@ def sample_decode(
         empty(count, 2, blocks), empty(count, dtype=i32),
     )  # fmt: skip
     scratch = (
-        empty(count, blocks, CANDIDATES), empty(count, lists, groups, dtype=i32), empty(count, lists, listed),
-        empty(count, lists, listed, dtype=i32),
+        empty(count, constants["SHARES"], CANDIDATES), empty(count, lists, groups, dtype=i32),
+        empty(count, lists, listed), empty(count, lists, listed, dtype=i32),
     )  # fmt: skip
     pdl = HAS_PDL(device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
@@ -250,7 +250,8 @@ def sample_decode(
     scan_kernel[(scans, count)](
         *inputs, *found, vocab, **cut, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch
     )
-    programs = min(scans, max(1, tile.constants["RESIDENT"] * sm_count(device) // count))
+    shares = cdiv(vocab, constants["SHARE"])
+    programs = min(shares, max(1, tile.constants["RESIDENT"] * sm_count(device) // count))
     choose_kernel[(programs, count)](
         out.tokens, out.logprob, out.top_ids, out.top_logprobs, *inputs, *found, *scratch, vocab, num_top, **constants,
         WIDTH=_WIDTH, PDL=pdl, num_warps=tile.constants["WARPS"], num_stages=1, **launch,
@@ -264,7 +265,8 @@ _POOLS = (torch.float32, torch.int16, torch.int32)
 def _constants(tile: Tile, vocab: int) -> dict[str, int]:
     """Return the constants of choose_kernel; those of scan_kernel are among them."""
     c = {name: value for name, value in tile.constants.items() if name not in ("WARPS", "RESIDENT")}
-    return c | {"BLOCKS": int(next_power_of_2(cdiv(vocab, c["R"] * c["Q"] * c["E"])))}
+    blocks, shares = cdiv(vocab, c["R"] * c["Q"] * c["E"]), cdiv(vocab, c["SHARE"])
+    return c | {"BLOCKS": int(next_power_of_2(blocks)), "SHARES": int(next_power_of_2(shares))}
 
 
 @functools.cache

@@ -111,11 +111,16 @@ def adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab
 
 
 @triton.jit
+def key_of(value):
+    """Return integers that order like values."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def number_below(value):
     """Return the number that is not above those of all tokens with this value."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return key.to(tl.int64) << 24
+    return key_of(value).to(tl.int64) << 24
 
 
 @triton.jit

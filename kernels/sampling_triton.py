@@ -73,12 +73,14 @@ def choose_kernel(
     history_ptr, mask_ptr, maxima_ptr, stats_ptr, best_ptr, best_id_ptr, best_value_ptr, arrived_ptr, mass_ptr,
     group_ptr, value_ptr, id_ptr, vocab, width,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, BLOCKS: tl.constexpr, GATHER: tl.constexpr, TILE: tl.constexpr,
-    PIVOTED: tl.constexpr, SMALL: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    PIVOTED: tl.constexpr, SMALL: tl.constexpr, STEP: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, row), any number of them for a row. Inputs and the results of scan_kernel as there.
+    """Program (s, row), 1 to as many of a row as it has shares of SHARE tokens (SHARES or less).
 
-    Scratch of each row: mass [BLOCKS, CANDIDATES];   group [lists, BLOCKS Q], value and id [lists, vocab + SMALL],
-    lists 2 if width is not 0.   top_id, top_logprob [rows, width], WIDTH or less.
+    Inputs and the results of scan_kernel as there. Scratch of each row: mass [SHARES, CANDIDATES];   group [lists,
+    BLOCKS Q], value and id [lists, vocab + SMALL], lists 2 if width is not 0.   top_id, top_logprob [rows, width],
+    WIDTH or less.
     """
     s, row = tl.program_id(0), tl.program_id(1)
     programs = tl.num_programs(0)
@@ -116,7 +118,7 @@ def choose_kernel(
             at, second_at = pairs_of(best_id, blocks, 0, BLOCKS)
             values = best_value_ptr + row * (2 * BLOCKS)
             first_value, second_value = pairs_of(values, blocks, -float("inf"), BLOCKS)
-            token = s * (R * Q * E) + tl.arange(0, R * Q * E)
+            token = s * SHARE + tl.arange(0, SHARE)
             x = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
             top = tl.math.div_rn(tl.max(tops, 0), temperature)
             floor = top + lowered
@@ -131,15 +133,15 @@ def choose_kernel(
             mass = tl.zeros((NUM_CANDIDATES,), tl.float32)
             limit = float("inf")
             if is_shared:
-                masses = mass_ptr + row * (BLOCKS * NUM_CANDIDATES)
+                masses = mass_ptr + row * (SHARES * NUM_CANDIDATES)
                 weigh(
                     x, logits, words, (history_row, bias_row, mask_row), bias_ptr, history_ptr, mask_ptr, masses,
-                    vocab, temperature, top, found, value, floor, s, programs, R * Q * E,
+                    vocab, temperature, top, found, value, floor, s, programs, SHARE,
                 )  # fmt: skip
                 tl.debug_barrier()  # before its thread tells that all have stored
                 mine = (tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == programs - 1).to(tl.int32)
                 if mine > 0:
-                    mass = masses_of(masses, blocks, BLOCKS)
+                    mass = masses_of(masses, tl.cdiv(vocab, SHARE), SHARES)
                     kept = tl.sum(tl.where(tl.arange(0, NUM_CANDIDATES) == TESTED, mass, 0.0), 0)
                     limit = p * tl.where(least > 0.0, kept, total)
             is_known, chosen, floor = judge(found, value, mass, limit, hidden, floor)

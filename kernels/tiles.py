@@ -146,13 +146,13 @@ def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: in
 
 
 def _sampling(
-    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 16, resident: int = 1
+    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 16, share: int = 4096
 ) -> Tile:
     """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps.
 
-    resident: programs of a multiprocessor that share rows between them.
+    share: tokens that a program takes at a time where programs share a row, one to a multiprocessor.
     """
-    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose, "RESIDENT": resident}
+    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose, "SHARE": share, "RESIDENT": 1}
     return Tile(constants | {"TILE": 512, "PIVOTED": 512, "SMALL": 256, "STEP": 8}, num_warps=scan)
 
 
