@@ -35,21 +35,30 @@ class RMSNorm:
 
 
 class Linear:
-    """y = x W^T, in x's dtype. weight: [out, in], in that dtype or e4m3; of several names, one below the other."""
+    """y = x W^T, in x's dtype. W: [out, in], in that dtype or e4m3; of several names, one below the other."""
 
     def __init__(self, weights: Weights, *names: str) -> None:
         found = [(weights.pop(f"{name}.weight"), weights.pop(f"{name}.scale", None)) for name in names]
-        scales = [scale for _, scale in found if scale is not None]
-        self.weight, self.scale = found[0]
-        if len(found) > 1:
-            self.weight, self.scale = join_weights([weight for weight, _ in found], scales)
+        self.parts = found if len(found) == 1 else _join(found)
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> Tensor:
         """x: [T, in].   norm: of x, before the product.   decodes: with decode kernels."""
         if decodes:
             gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return linear_decode(x, self.weight, self.scale, norm=gain, eps=eps, out_dtype=x.dtype)
-        return linear(x if norm is None else norm(x).to(x.dtype), self.weight, self.scale)
+            outs = [linear_decode(x, *part, norm=gain, eps=eps, out_dtype=x.dtype) for part in self.parts]
+        else:
+            x = x if norm is None else norm(x).to(x.dtype)
+            outs = [linear(x, *part) for part in self.parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+def _join(parts: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return matrices and scales as one, or as they are if they have several dtypes or begin within a tile."""
+    scales = [scale for _, scale in parts if scale is not None]
+    try:
+        return [join_weights([weight for weight, _ in parts], scales)]
+    except ValueError:
+        return parts
 
 
 class GroupedLinear:
