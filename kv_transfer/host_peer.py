@@ -72,6 +72,7 @@ class HostPeer:
         self.is_over = False
         self.error = ""
         self._copier = copier
+        self._is_cut = False
         self._staging: Staging | None = None
         self._free: list[int] = []
         self._filling: collections.deque[tuple[Any, Fill]] = collections.deque()
@@ -83,7 +84,7 @@ class HostPeer:
     @property
     def awaits(self) -> int:
         """What poll(2) should watch the link for: 0 if there is nothing to wait for."""
-        if self.is_over or (self.is_welcome and not self.transfers):
+        if self.is_over or self._is_cut or (self.is_welcome and not self.transfers):
             return 0
         return select.POLLIN | (select.POLLOUT if self._filling and not self.error else 0)
 
@@ -104,7 +105,7 @@ class HostPeer:
         try:
             return self._hear() | self._announce() | self._fill()
         except HangUp as error:
-            self._end(self.error or str(error))
+            return self._end(self.error or str(error))
         except (LinkError, CopyError) as error:
             self.give_up(str(error))
         return True
@@ -221,13 +222,22 @@ class HostPeer:
 
     # ------------------------------------------------------------ below: the end
 
-    def _end(self, error: str) -> None:
-        """The peer does nothing more: fail its writes."""
-        self.error = error
+    def _end(self, error: str) -> bool:
+        """Fail the writes of a peer that does nothing more. Returns False if it still does, to be asked again.
+
+        A connection may end without its peer, which may then still be emptying a buffer.
+        """
+        self.error, self.is_open = error, False
+        for transfer in self.transfers:
+            transfer.rest.clear()
+        self._is_cut = self._staging is not None and self._staging.is_held
+        if self._is_cut:
+            return False
         for transfer in self.transfers:
             self._close_transfer(transfer, error)
         self.transfers.clear()
         self.disconnect()
+        return True
 
     def _close_transfer(self, transfer: HostTransfer, error: str) -> None:
         transfer.rest.clear()

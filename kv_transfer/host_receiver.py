@@ -250,6 +250,11 @@ class HostReceiver:
             writer.refused = fill.number
             self._say(writer, Emptied(fill.buffer, fill.number, is_end=True, error=error))
             return
+        # Held first, and looked at then: once its connection has ended a writer believes what it finds held, or not.
+        staging.hold(fill.buffer)
+        if writer.link.has_hung_up:
+            staging.let_go(fill.buffer)
+            return
         writer.busy.add(fill.buffer)
         self._emptying.append(_Emptying(writer, fill, self._copier.start(copies)))
 
@@ -276,6 +281,8 @@ class HostReceiver:
             done = self._emptying.popleft()
             writer, fill = done.writer, done.fill
             writer.busy.discard(fill.buffer)
+            assert writer.staging is not None
+            writer.staging.let_go(fill.buffer)
             if fill.is_last and fill.notification:
                 self._arrived.append((writer.agent, fill.notification))
             try:

@@ -14,7 +14,8 @@ Endpoint.metadata names a Unix socket (of the abstract kind: nothing is left in 
 containers of one host, both sides have to share a network namespace.
 
 A failure that is only this side's leaves the receiver with buffers it may be emptying. So the connection is half closed
-then, and its writes stay PENDING until the receiver has hung up too: after FAILED no byte lands.
+then, and its writes stay PENDING until the receiver has hung up too. A connection that is gone while its receiver lives
+says nothing; then writes stay PENDING for as long as buffers are held (host_staging.py). After FAILED no byte lands.
 """
 
 from __future__ import annotations

@@ -163,6 +163,12 @@ def writers_of(side: Side) -> list[Any]:
     return list(receiving._receiver.writers)
 
 
+def cut(writer: Side, reader: Side) -> None:
+    """End a connection under both its ends, as nothing but a fault in the system does."""
+    sending: Any = writer.transport
+    sending._peers[reader.endpoint.agent].link._socket.shutdown(socket.SHUT_RDWR)
+
+
 def is_open(writer: Side, reader: Side) -> bool:
     sending: Any = writer.transport
     return bool(sending._peers[reader.endpoint.agent].is_open)

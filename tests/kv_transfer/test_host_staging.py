@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +39,35 @@ def test_both_ends_see_the_same_bytes(sealed: tuple[Staging, int]) -> None:
     assert ctypes.string_at(other.address(1), SIZE) == bytes([7]) * SIZE
     assert ctypes.string_at(other.address(0), SIZE) == bytes(SIZE)
     other.close()
+
+
+def test_a_buffer_that_the_other_end_holds_shows(sealed: tuple[Staging, int]) -> None:
+    staging, fd = sealed
+    other = Staging(fd, buffer_bytes=SIZE, num_buffers=2)
+    other.hold(0)
+    other.hold(1)
+    assert (staging.is_held, other.is_held) == (True, False)
+    other.let_go(0)
+    assert staging.is_held
+    other.let_go(1)
+    assert not staging.is_held
+    other.close()
+
+
+def test_a_process_that_ends_holds_nothing_any_more(sealed: tuple[Staging, int]) -> None:
+    staging, fd = sealed
+    hold = (
+        "import sys; from kv_transfer.host_staging import Staging\n"
+        f"s = Staging({fd}, buffer_bytes={SIZE}, num_buffers=2); s.hold(1); print(flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", hold], pass_fds=[fd], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert staging.is_held
+        process.kill()
+        process.wait()
+        assert not staging.is_held
 
 
 @pytest.mark.parametrize("size", [SIZE, 4 * SIZE])

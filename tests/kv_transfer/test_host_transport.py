@@ -28,6 +28,7 @@ from .host_ends import (
     StrangeWriter,
     await_copy,
     await_until,
+    cut,
     held_by_this_process,
     hold,
     switches,
@@ -204,6 +205,25 @@ def test_a_receiver_that_closes_fails_the_writes_to_it_and_nothing_lands_later(t
     with pytest.raises(TransferError, match="not connected"):
         prefill.transport.notify(decode.endpoint.agent, b"x")
     assert np.array_equal(decode.pools["csa_kv"], landed)
+
+
+def test_a_write_whose_connection_is_cut_fails_when_the_copy_under_way_has_ended(tight_cluster: Cluster) -> None:
+    prefill, decode = tight_cluster.pair()
+    held = hold(decode)
+    size = decode.pools["csa_kv"].size
+    transfer = prefill.transport.write(decode.endpoint.agent, TransferPlan((Piece("csa_kv", 0, 0, size),)), b"late")
+    await_copy(held, prefill, transfer)
+    cut(prefill, decode)
+    for _ in range(20):
+        assert prefill.transport.check(transfer) is TransferStatus.PENDING
+    with pytest.raises(TransferError, match="under way"):
+        prefill.transport.connect(decode.endpoint)
+    held.may_copy.set()
+    assert tight_cluster.settle(transfer, prefill) is TransferStatus.FAILED
+    landed = decode.pools["csa_kv"].copy()
+    await_until(lambda: not writers_of(decode))
+    assert np.array_equal(decode.pools["csa_kv"], landed)
+    tight_cluster.link(prefill, decode)
 
 
 def test_a_writer_that_closes_breaks_its_writes_off(tight_cluster: Cluster) -> None:
