@@ -5,7 +5,7 @@
     ragged            packed batches of any query lengths, and the index arithmetic derived from them
     norm_rope         RMS norm; rotation of a row's tail
     gemm              linear layers, block-scaled FP8 ones, grouped ones
-    gemm_decode       the same with kernels, for few tokens and many; a norm in front
+    gemm_decode       the same with kernels, for few tokens and many; a norm in front;  gemm_cut: which tile they take
     hyper_connection  residual streams mixed by doubly stochastic matrices
     hyper_connection_decode  the same in two launches a sublayer, the norm of its input included
     compress          gated pooling of 4 or 128 tokens into one entry, with running state

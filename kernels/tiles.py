@@ -109,7 +109,7 @@ def _experts(
 
 
 def _few(ks: int, *, rs: int = 1, r: int = 1, depth: int = 2, split: int = 4, registers: int = 0, **upto: int) -> Tile:
-    """A tile of a linear layer with few tokens; gemm_decode.fit_few says what the constants mean."""
+    """A tile of a linear layer with few tokens; gemm_cut.fit_few says what the constants mean."""
     constants = {"R": r, "KS": ks, "RS": rs, "DEPTH": depth, "MAX_SPLIT": split, "RESIDENT": 1, "REGISTERS": registers}
     return Tile(constants, num_warps=ks * rs, num_stages=1, upto=upto)
 
@@ -120,7 +120,7 @@ def _linear(
 ) -> Tile:  # fmt: skip
     """A tile of a linear layer with many tokens: rows x columns (tokens), `size` bytes of a row at a time.
 
-    ahead: bytes of each row that are asked for before the wait.   The others: see gemm_decode.fit_many.
+    ahead: bytes of each row that are asked for before the wait.   The others: see gemm_cut.fit_many.
     """
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": resident}
     constants |= {"LEAST": least, "AHEAD": ahead}
@@ -130,7 +130,7 @@ def _linear(
 def _held(
     rows: int, columns: int, steps: int, *, tiles: int = 1, warps: int = 8, split: int = 4, least: int = 8, **upto: int
 ) -> Tile:  # fmt: skip
-    """A tile of a linear layer whose operands stay in shared memory; gemm_decode.fit_held says what they mean."""
+    """A tile of a linear layer whose operands stay in shared memory; gemm_cut.fit_held says what they mean."""
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "TILES": tiles, "STEPS": steps, "MAX_SPLIT": split}
     return Tile(constants | {"RESIDENT": 1, "LEAST": least}, num_warps=warps, upto=upto)
 

@@ -107,18 +107,18 @@ def make_case(
 
 
 def few_tile(ks=1, rs=1, r=1, depth=1, split=1, registers=0) -> Tile:
-    """Return a tile of few tokens; gemm_decode.fit_few says what the constants mean."""
+    """Return a tile of few tokens; gemm_cut.fit_few says what the constants mean."""
     constants = {"R": r, "KS": ks, "RS": rs, "DEPTH": depth, "MAX_SPLIT": split, "RESIDENT": 8, "REGISTERS": registers}
     return Tile(constants, num_warps=ks * rs)
 
 
 def held_tile(rows=64, columns=32, steps=4, split=1, warps=8, tiles=1, least=1) -> Tile:
-    """Return a tile of quantised activations; gemm_decode.fit_held says what the constants mean."""
+    """Return a tile of quantised activations; gemm_cut.fit_held says what the constants mean."""
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split, "RESIDENT": 8}
     return Tile(constants | {"TILES": tiles, "LEAST": least}, num_warps=warps)
 
 
 def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1, ahead=1024) -> Tile:
-    """Return a tile of many tokens; gemm_decode.fit_many says what the constants mean."""
+    """Return a tile of many tokens; gemm_cut.fit_many says what the constants mean."""
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": 8, "LEAST": least}
     return Tile(constants | {"AHEAD": ahead}, num_warps=warps, num_stages=stages)

@@ -8,16 +8,8 @@ import pytest
 import torch
 
 from kernels.gemm import linear
-from kernels.gemm_decode import (
-    fit_few,
-    fit_held,
-    fit_many,
-    grouped_linear_decode,
-    join_weights,
-    linear_decode,
-    quantize_rows,
-    table_tile,
-)
+from kernels.gemm_cut import fit_few, fit_held, fit_many, table_tile
+from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode, quantize_rows
 from kernels.norm_rope import rms_norm
 
 

@@ -1,0 +1,145 @@
+"""How linear layers are cut: which tile of the table a matrix takes, and what its constants become there."""
+
+from __future__ import annotations
+
+from kernels.gemm import BLOCK
+from kernels.tiles import Tile, tile_for
+
+FEW_OP, MANY_OP, QUANTIZED_OP = "linear_few", "linear_many", "linear_quantized"
+FEW = 16  # tokens that warps read into registers
+
+
+def is_few(tile: Tile) -> bool:
+    """Return whether a tile is one of few_kernel's."""
+    return "KS" in tile.constants
+
+
+def is_held(tile: Tile) -> bool:
+    """Return whether a tile is one of held_kernel's."""
+    return "STEPS" in tile.constants
+
+
+def table_tile(
+    arch: str, tokens: int, *, rows: int, channels: int, unit: int, is_whole: bool, quantize: bool = False
+) -> Tile:
+    """Return the table's tile. unit: bytes of a weight.   is_whole: rows can be read in pieces of 16 bytes."""
+    shape = {"tokens": tokens, "row_bytes": channels * unit, "mib": -(-rows * channels * unit >> 20)}
+    few = tokens <= FEW and is_whole
+    return tile_for(QUANTIZED_OP if quantize else FEW_OP if few else MANY_OP, arch, **shape)
+
+
+def span(cut: dict[str, int]) -> tuple[int, int]:
+    """Return how many rows and tokens a program has."""
+    if "KS" in cut:
+        return 16 * cut["R"] * cut["RS"], 8 * cut["NB"]
+    return cut["BLOCK_R"] * cut.get("TILES", 1), cut["BLOCK_T"]
+
+
+def fit_few(
+    tile: Tile,
+    tokens: int,
+    *,
+    rows: int,
+    channels: int,
+    unit: int,
+    groups: int,
+    sms: int,
+    is_split: bool,
+    is_wide: bool,
+    shift: int = 0,
+) -> dict[str, int]:
+    """Return few_kernel's constants and SPLIT for a matrix, smaller than the tile's where it is too small for them.
+
+    R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   DEPTH:
+    chunks of 128 bytes a row on their way at a time.   SPLIT: programs that share the channels, up to MAX_SPLIT: as
+    many as the multiprocessors have room for, RESIDENT each, as long as each has DEPTH chunks for every warp.
+    SHARES: the most that SPLIT may be where it is not 1; so matrices of many sizes share a compilation.
+    is_split: whether they may.   is_wide: x is float32, which takes twice the registers, or more.   shift: channels of
+    the first block that lie before the matrix.
+    """
+    c = {name: value for name, value in tile.constants.items() if name not in ("REGISTERS", "MAX_SPLIT", "RESIDENT")}
+    chunks, tiles = -(-(shift + channels) * unit // 128), -(-rows // 16)
+    for name, most in (("KS", chunks), ("RS", tiles), ("R", -(-tiles // c["RS"])), ("DEPTH", -(-chunks // c["KS"]))):
+        while c[name] > 1 and c[name] // 2 >= most:
+            c[name] //= 2
+    c["DEPTH"] = min(c["DEPTH"] // (2 if is_wide else 1) or 1, -(-chunks // c["KS"]))
+    c["NB"] = 1 if tokens <= 8 else 2
+    high, wide = span(c)
+    programs = groups * -(-rows // high) * -(-tokens // wide)
+    most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
+    c["SPLIT"] = _split(chunks, most if is_split else 1, least=c["KS"] * c["DEPTH"])
+    c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
+    taken = c["KS"] * c["SPLIT"]
+    share = -(-chunks // taken)
+    c["ONCE"] = int(share == c["DEPTH"])
+    is_even = shift == 0 and channels * unit == 128 * share * taken and share % c["DEPTH"] == 0
+    c["EVEN"] = int(is_even and rows % high == 0)
+    return c
+
+
+def fit_many(
+    tile: Tile,
+    tokens: int,
+    *,
+    rows: int,
+    channels: int,
+    unit: int,
+    groups: int,
+    sms: int,
+    is_split: bool,
+    is_wide: bool,
+    shift: int = 0,
+) -> dict[str, int]:
+    """Return many_kernel's constants and SPLIT, of LEAST steps.   BYTES: of a row of weights in a step."""
+    own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST")
+    c = {name: value for name, value in tile.constants.items() if name not in own}
+    c["BLOCK_K"] = tile.constants["BYTES"] // unit // (2 if is_wide else 1)
+    while c["BLOCK_R"] > 64 and (is_wide or c["BLOCK_R"] // 2 >= rows):
+        c["BLOCK_R"] //= 2
+    high, wide = span(c)
+    programs = groups * -(-rows // high) * -(-tokens // wide)
+    most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
+    steps = -(-(shift + channels) // c["BLOCK_K"])
+    c["SPLIT"] = _split(steps, most if is_split else 1, least=tile.constants["LEAST"])
+    c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
+    c["EVEN"] = int(shift == 0 and channels % c["BLOCK_K"] == 0)
+    return c
+
+
+def fit_held(
+    tile: Tile,
+    tokens: int,
+    *,
+    rows: int,
+    channels: int,
+    unit: int,
+    groups: int,
+    sms: int,
+    is_split: bool,
+    is_wide: bool,
+    shift: int = 0,
+) -> dict[str, int]:
+    """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS.
+
+    TILES: more than 1 only where a program has all channels.
+    """
+    c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T", "TILES")}
+    steps = -(-channels // BLOCK)
+    while c["TILES"] > 1 and (steps > tile.constants["STEPS"] or span(c)[0] // 2 >= rows):
+        c["TILES"] //= 2
+    high, wide = span(c)
+    programs = groups * -(-rows // high) * -(-tokens // wide)
+    most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
+    split = _split(steps, 1 if c["TILES"] > 1 else most, least=tile.constants["LEAST"])
+    split = max(split, -(-steps // tile.constants["STEPS"]))
+    c["STEPS"] = -(-steps // split)
+    c["SPLIT"] = -(-steps // c["STEPS"])
+    c["SHARES"] = max(tile.constants["MAX_SPLIT"], c["SPLIT"]) if c["SPLIT"] > 1 else 1
+    c["EVEN"] = int(channels % (BLOCK * c["STEPS"]) == 0)
+    return c
+
+
+def _split(steps: int, most: int, *, least: int) -> int:
+    """Return how many programs share `steps`, at most `most`, each with `least` or more, none with nothing."""
+    split = max(1, min(most, steps // least))
+    return -(-steps // -(-steps // split))
