@@ -96,7 +96,8 @@ def draw_inputs(
         "settings": pack_settings(
             temperature=column("temperature", 1.0), top_k=column("top_k", 0).long(), top_p=column("top_p", 1.0),
             min_p=column("min_p", 0.0), seed=integers(-(2**62), 2**62, total),
-            presence=torch.full((total,), 0.3, device=device), frequency=torch.full((total,), 0.1, device=device),
+            # Histories count on while a launch is repeated: so small a frequency that logits stay what they are.
+            presence=torch.full((total,), 0.3, device=device), frequency=torch.full((total,), 1e-7, device=device),
             repetition=torch.full((total,), 1.1, device=device), history_row=torch.where(has_history, numbers, -1),
             bias_row=torch.where(is_guided, numbers, -1), mask_row=torch.where(is_guided, numbers, -1),
             num_logprobs=column("num_logprobs", -1),

@@ -143,7 +143,8 @@ def choose_kernel(
                 if mine > 0:
                     mass = masses_of(masses, tl.cdiv(vocab, SHARE), SHARES)
                     kept = tl.sum(tl.where(tl.arange(0, NUM_CANDIDATES) == TESTED, mass, 0.0), 0)
-                    limit = p * tl.where(least > 0.0, kept, total)
+                    total = tl.where(least > 0.0, kept, total)
+                    limit = p * total
             is_known, chosen, floor = judge(found, value, mass, limit, hidden, floor)
         elif (s == 0) & is_real & (cuts == 0):
             b = tl.arange(0, BLOCKS)
@@ -166,7 +167,7 @@ def choose_kernel(
                 divisor = tl.where(is_choice, temperature, 1.0)
                 most = tl.where(is_choice, k, num_top)
                 has_p = is_choice & (p < 1.0)
-                is_bounded = (most < ALL) | (least > 0.0)  # what top-p is a part of is known when it is cut
+                is_bounded = most < ALL  # what top-p is a part of is known when it is cut; else it is total
                 n, top, lowest_value = collect(
                     logits, words, rows, bias_ptr, history_ptr, mask_ptr, maxima, group, values, ids, vocab, divisor,
                     most, tl.where(is_choice, floor, -float("inf")), tl.where(is_choice, lowered, -float("inf")),
@@ -178,7 +179,7 @@ def choose_kernel(
                     left = n
                     for stage in range(2):
                         is_first = stage == 0
-                        if tl.where(is_first, (most < ALL) | has_p & is_bounded, has_p):
+                        if tl.where(is_first, is_bounded, has_p):
                             lowest, left, mass_kept = cut(
                                 values, ids, n, left, tl.where(is_first, most, ALL),
                                 tl.where(is_first, float("inf"), p * total), top, lowest, vocab, TILE, PIVOTED, SMALL,

@@ -62,6 +62,12 @@ def test_top_p_alone_however_few_tokens_it_keeps(top_p, kind):
     assert case.fault(tile=cases.make_tile(resident=0)) == ""
 
 
+def test_a_list_without_dropped_candidates_still_knows_what_min_p_keeps():
+    """Top-p is a part of what min-p keeps, not of what is left to be listed after candidates failed."""
+    rows = [{"min_p": 0.02, "top_p": 0.4}] * 8
+    assert make_case(rows, vocab=136, seed=4).fault(tile=cases.make_tile()) == ""
+
+
 def test_a_token_behind_two_of_its_block_that_are_not_kept():
     """Of four tokens that matter, two of the first block have the best scores and are not kept; its third is best."""
     case = make_case([{"top_p": 0.7}], vocab=64)
