@@ -3,17 +3,18 @@
     a = logits, + bias;   penalties by the counts of the row's history;   -inf where its mask has no bit
     token: as in sampling.py, of a;   log probabilities: of the logits as they are given
 
-Two launches. The first reads the logits: of each block the best token, with noise where a row has no top-k, and for
-rows that truncate the largest value of every group of tokens. The second chooses, and has several programs for each
-row, but a row uses more than one only for what needs it:
+Three launches. The first reads the logits: of each block the best token, with noise where a row has no top-k, and for
+rows that truncate the largest value of every group of tokens. The second is for rows with top-p, without top-k, and has
+several programs for each. The third has one that chooses:
 
     greedy, temperature alone    the best of the blocks
-    top-k, with anything         one program reads the few groups again that can hold a token that is kept
-    top-p without top-k          all programs read the row again, once: the tokens of best score are put to the test
+    top-k, with anything         it reads the few groups again that can hold a token that is kept
+    top-p without top-k          the second launch has read the row again, once, and put the tokens of best score to the
+                                 test
     min-p alone                  the same test, which needs no reading
 
 So a row pays for what it asks. Where the test leaves it open (for the more tokens the smaller top-p: at 0.95 less than
-one in 10,000), one program lists what can still be kept, which takes longer the flatter the row. So do many tokens that
+one in 10,000), it lists what can still be kept, which takes longer the flatter the row. So do many tokens that
 are equal to the last of top-k's, or a large top-k.
 
 A row's settings are 16 words, written once when its request begins (pack_settings). What has a value per token lies in
@@ -37,7 +38,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from kernels.sampling import apply_penalties_reference, sample_reference, token_logprobs_reference
-from kernels.sampling_candidates_triton import CANDIDATES
+from kernels.sampling_candidates_triton import CANDIDATES, NUMBERS, weigh_kernel
 from kernels.sampling_row_triton import WORDS
 from kernels.sampling_scan_triton import scan_kernel
 from kernels.sampling_triton import choose_kernel
@@ -237,24 +238,38 @@ def sample_decode(
     )  # fmt: skip
     found = (
         empty(count, 2, groups), empty(count, 4, blocks), empty(count, 2, blocks), empty(count, 2, blocks, dtype=i32),
-        empty(count, 2, blocks), empty(count, dtype=i32),
+    )  # fmt: skip
+    weighed = (
+        empty(count, CANDIDATES, dtype=torch.int64), empty(count, NUMBERS),
+        empty(count, constants["SHARES"], CANDIDATES),
     )  # fmt: skip
     scratch = (
-        empty(count, constants["SHARES"], CANDIDATES), empty(count, lists, groups, dtype=i32),
-        empty(count, lists, listed), empty(count, lists, listed, dtype=i32),
+        empty(count, lists, groups, dtype=i32), empty(count, lists, listed), empty(count, lists, listed, dtype=i32)
     )  # fmt: skip
     pdl = HAS_PDL(device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    cut = {name: constants[name] for name in ("R", "Q", "E", "BLOCKS")}
-    scans = cdiv(vocab, cut["R"] * cut["Q"] * cut["E"])
+
+    def cut(kernel: Any) -> dict[str, int]:
+        return {name: value for name, value in constants.items() if name in kernel.arg_names} | {"PDL": pdl}
+
+    def programs(parts: int, resident: str) -> int:
+        """Return how many share a row's parts evenly, of `resident` to a multiprocessor at most."""
+        most = tile.constants[resident] * sm_count(device) // count
+        return int(cdiv(parts, cdiv(parts, max(1, most))))
+
+    scans = programs(cdiv(vocab, constants["R"] * constants["Q"] * constants["E"]), "SCANS")
     scan_kernel[(scans, count)](
-        *inputs, *found, vocab, **cut, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch
-    )
-    shares = cdiv(vocab, constants["SHARE"])
-    programs = min(shares, max(1, tile.constants["RESIDENT"] * sm_count(device) // count))
-    choose_kernel[(programs, count)](
-        out.tokens, out.logprob, out.top_ids, out.top_logprobs, *inputs, *found, *scratch, vocab, num_top, **constants,
-        WIDTH=_WIDTH, PDL=pdl, num_warps=tile.constants["WARPS"], num_stages=1, **launch,
+        *inputs, *found, vocab, **cut(scan_kernel), num_warps=tile.num_warps, num_stages=1,
+        maxnreg=tile.constants["SCAN_REGISTERS"], **launch,
+    )  # fmt: skip
+    shares = programs(cdiv(vocab, constants["SHARE"]), "RESIDENT")
+    weigh_kernel[(shares, count)](
+        *inputs[:2], *inputs[3:], *found[1:], *weighed, vocab, **cut(weigh_kernel),
+        num_warps=tile.constants["WEIGHERS"], num_stages=1, maxnreg=tile.constants["WEIGH_REGISTERS"], **launch,
+    )  # fmt: skip
+    choose_kernel[(lists, count)](
+        out.tokens, out.logprob, out.top_ids, out.top_logprobs, *inputs, *found, *weighed, *scratch, vocab, num_top,
+        **cut(choose_kernel), WIDTH=_WIDTH, num_warps=tile.constants["WARPS"], num_stages=1, **launch,
     )  # fmt: skip
     return out
 
@@ -263,8 +278,9 @@ _POOLS = (torch.float32, torch.int16, torch.int32)
 
 
 def _constants(tile: Tile, vocab: int) -> dict[str, int]:
-    """Return the constants of choose_kernel; those of scan_kernel are among them."""
-    c = {name: value for name, value in tile.constants.items() if name not in ("WARPS", "RESIDENT")}
+    """Return the constants of the three kernels."""
+    own = ("WARPS", "WEIGHERS", "SCANS", "RESIDENT", "SCAN_REGISTERS", "WEIGH_REGISTERS")
+    c = {name: value for name, value in tile.constants.items() if name not in own}
     blocks, shares = cdiv(vocab, c["R"] * c["Q"] * c["E"]), cdiv(vocab, c["SHARE"])
     return c | {"BLOCKS": int(next_power_of_2(blocks)), "SHARES": int(next_power_of_2(shares))}
 
@@ -315,18 +331,20 @@ def variants(arch: str) -> list[Variant]:
     for tile in tiles_of(OP, arch):
         for dtype in ("*fp32", "*bf16"):
             constants = _constants(tile, 129280) | {"PDL": True}
-            for kernel, warps in ((scan_kernel, tile.num_warps), (choose_kernel, tile.constants["WARPS"])):
+            launches = (
+                (scan_kernel, tile.num_warps, tile.constants["SCAN_REGISTERS"]),
+                (weigh_kernel, tile.constants["WEIGHERS"], tile.constants["WEIGH_REGISTERS"]),
+                (choose_kernel, tile.constants["WARPS"], None),
+            )  # fmt: skip
+            for kernel, warps, registers in launches:
                 signature = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(("vocab", "width"), "i32")
-                signature |= dict.fromkeys(
-                    (
-                        "words_ptr", "sequence_ptr", "mask_ptr", "best_id_ptr", "arrived_ptr", "group_ptr", "id_ptr",
-                        "top_id_ptr",
-                    ),
-                    "*i32",
-                )  # fmt: skip
+                integers = ("words_ptr", "sequence_ptr", "mask_ptr", "best_id_ptr", "group_ptr", "id_ptr", "top_id_ptr")
+                signature |= dict.fromkeys(integers, "*i32") | {"found_ptr": "*i64"}
                 signature |= {"logits_ptr": dtype, "history_ptr": "*i16", "position_ptr": "*i64", "token_ptr": "*i64"}
                 fixed = {name: v for name, v in (constants | {"WIDTH": _WIDTH}).items() if name in kernel.arg_names}
                 types = {name: signature[name] for name in kernel.arg_names if name not in fixed}
                 unaligned = ("width",) if "width" in types else ()
-                found.append(Variant(OP, kernel, types, fixed, warps, 1, tensor_ops=(), unaligned=unaligned))
+                found.append(
+                    Variant(OP, kernel, types, fixed, warps, 1, tensor_ops=(), unaligned=unaligned, maxnreg=registers)
+                )
     return found

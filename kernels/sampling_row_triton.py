@@ -20,6 +20,7 @@ ALL = tl.constexpr(2**30)  # more tokens than there are
 MOST_COUNTED = tl.constexpr(0x7FFF)
 GAP = tl.constexpr(2**24)  # more than there are tokens: from one value to the next in numbers
 HIGHEST = tl.constexpr(2**62)  # above all numbers
+LOG2_E = tl.constexpr(1.4426950408889634)
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _LOWEST = tl.constexpr(-1e30)
 _PLAIN = tl.constexpr(INTERPRETED)
@@ -80,7 +81,8 @@ def gumbel(token, low, high):
     x = (x ^ (x >> 16)) + high
     x = (x ^ (x >> 15)) * 0x2C1B3C6D
     x = x ^ (x >> 16)
-    u = ((x >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    # ((x >> 9) + 1/2) / 2^23, from a float of 1 to 2 with these bits; all of it is exact.
+    u = ((x >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
     # -log u. Noise that wins comes from u near 1, where nothing would be left of the approximation: a series there.
     v = 1.0 - u
     near = 1.0 / 5.0 + v * (1.0 / 6.0 + v * (1.0 / 7.0))
@@ -118,6 +120,12 @@ def key_of(value):
 
 
 @triton.jit
+def float_of(key):
+    """Return the value with this key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def number_below(value):
     """Return the number that is not above those of all tokens with this value."""
     return key_of(value).to(tl.int64) << 24
@@ -132,8 +140,7 @@ def number_of(value, token):
 @triton.jit
 def value_of(number):
     """Return the value of tokens with this number."""
-    key = (number >> 24).to(tl.int32)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return float_of((number >> 24).to(tl.int32))
 
 
 @triton.jit

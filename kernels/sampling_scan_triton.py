@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.sampling_row_triton import ALL, NUM_WORDS, adjust, gumbel, keys_of, settings_of, truncates
+from kernels.sampling_row_triton import ALL, LOG2_E, NUM_WORDS, adjust, gumbel, keys_of, settings_of, truncates
 
 
 @triton.jit
@@ -23,68 +23,76 @@ def _summarise(x, rate, maxima, stats, block, has_sum, Q: tl.constexpr, BLOCKS: 
     tl.store(stats + block, top)
     if has_sum:
         safe = tl.where(top > -float("inf"), top, 0.0)
-        tl.store(stats + BLOCKS + block, tl.sum(tl.sum(tl.sum(tl.exp((x - safe) * rate), 0), 1), 0))
+        tl.store(stats + BLOCKS + block, tl.sum(tl.exp2((x - safe) * (rate * LOG2_E))))
 
 
 @triton.jit
 def _best(score, token):
     """Return the largest score and its token, the lower of equals."""
-    best = tl.max(tl.max(tl.max(score, 0), 1), 0)
-    return best, tl.min(tl.min(tl.min(tl.where(score == best, token, ALL), 0), 1), 0)
+    best = tl.max(score)
+    return best, tl.min(tl.where(score == best, token, ALL))
 
 
 @triton.jit
 def scan_kernel(
     logits_ptr, words_ptr, position_ptr, sequence_ptr, bias_ptr, history_ptr, mask_ptr, maxima_ptr, stats_ptr,
-    best_ptr, best_id_ptr, best_value_ptr, arrived_ptr, vocab,
+    best_ptr, best_id_ptr, vocab,
     R: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, row). Of a row, first as adjusted and then as given (if it wants log probabilities):
+    """Program (s, row), as many of a row as it has blocks or fewer: then each takes several, one after the other.
 
-    maxima [2, BLOCKS Q];   stats [2, 2, BLOCKS]: maxima of blocks, their sums.   best, best_id [2, BLOCKS]: the best
-    token of a block, with noise if the row is noisy and has no top-k. If such a row truncates: the second best, too,
-    and best_value [2, BLOCKS], both without noise and divided by the temperature.   arrived: set to 0.
+    Of each block, first as adjusted if the row truncates, and then as given if it wants log probabilities:
+
+    maxima [2, BLOCKS Q];   stats [2, 2, BLOCKS]: maxima of blocks, and their sums where top-p is a part of all tokens.
+
+    best, best_id [2, BLOCKS], unless the row has a top-k: the best token of a block, with noise if the row is not
+    greedy; if it truncates, the second best, too.
     """
-    block, row = tl.program_id(0), tl.program_id(1)
+    program, row = tl.program_id(0), tl.program_id(1)
     words = words_ptr + row * NUM_WORDS
     temperature, k, p, least, is_greedy = settings_of(words, vocab)
     rows = (tl.load(words + 9), tl.load(words + 10), tl.load(words + 11))
     num_top = tl.load(words + 12)
     is_real = (tl.load(sequence_ptr + row) >= 0).to(tl.int32)
     low, high = keys_of(words, tl.load(position_ptr + row))
+    cuts = truncates(k, p, least, is_greedy)
+    has_sum = (k == ALL) & (p < 1.0) & (least <= 0.0)
+    rate = 1.0 / temperature
+    blocks = tl.cdiv(vocab, R * Q * E)
+    share = tl.cdiv(blocks, tl.num_programs(0))
+    first = program * share
+    last = tl.minimum(first + share, blocks)
     r, q = tl.arange(0, R)[:, None, None], tl.arange(0, Q)[None, :, None]
-    token = block * (R * Q * E) + (r * Q + q) * E + tl.arange(0, E)[None, None, :]
-    inside = token < vocab
+    place = (r * Q + q) * E + tl.arange(0, E)[None, None, :]
+    logits = logits_ptr + row.to(tl.int64) * vocab
+    maxima = maxima_ptr + row.to(tl.int64) * (2 * BLOCKS * Q)
+    stats = stats_ptr + row * (4 * BLOCKS)
+    best, best_id = best_ptr + row * (2 * BLOCKS), best_id_ptr + row * (2 * BLOCKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if is_real > 0:
-        x = tl.load(logits_ptr + row.to(tl.int64) * vocab + token, mask=inside, other=-float("inf")).to(tl.float32)
-        maxima = maxima_ptr + row.to(tl.int64) * (2 * BLOCKS * Q)
-        stats = stats_ptr + row * (4 * BLOCKS)
-        if num_top >= 0:
-            _summarise(x, 1.0, maxima + BLOCKS * Q, stats + 2 * BLOCKS, block, True, Q, BLOCKS)
-        x = adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
-        rate = 1.0 / temperature
-        _summarise(x, rate, maxima, stats, block, p < 1.0, Q, BLOCKS)
-        if (is_greedy == 0) & (k == ALL):
-            x = x * rate + gumbel(token, low, high)
-        best, at = _best(x, token)
-        place = row * (2 * BLOCKS) + block
-        tl.store(best_ptr + place, best)
-        tl.store(best_id_ptr + place, at)
-        if (k == ALL) & truncates(k, p, least, is_greedy):
-            second, second_at = _best(tl.where(token == at, -float("inf"), x), token)
-            tl.store(best_ptr + place + BLOCKS, second)
-            tl.store(best_id_ptr + place + BLOCKS, second_at)
-            # Their values are read again: to keep all until here would take registers from every row.
-            c = tl.arange(0, 2)
-            both = tl.where(c == 0, at, second_at)
-            exists = both < vocab
-            value = tl.load(logits_ptr + row.to(tl.int64) * vocab + both, mask=exists, other=-float("inf"))
-            value = adjust(
-                value.to(tl.float32), both, exists, words, rows, bias_ptr, history_ptr, mask_ptr, vocab
-            )  # fmt: skip
-            tl.store(best_value_ptr + place + c * BLOCKS, tl.math.div_rn(value, temperature))
-            if block == 0:
-                tl.store(arrived_ptr + row, 0)
+        token = first * (R * Q * E) + place
+        given = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
+        for block in range(first, last):
+            token = block * (R * Q * E) + place
+            inside, later = token < vocab, token + R * Q * E
+            # Arrives while this one is summed up.
+            ahead = tl.load(logits + later, mask=(later < vocab) & (block + 1 < last), other=-float("inf"))
+            x = given.to(tl.float32)
+            if num_top >= 0:
+                _summarise(x, 1.0, maxima + BLOCKS * Q, stats + 2 * BLOCKS, block, True, Q, BLOCKS)
+            x = adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
+            if cuts:
+                _summarise(x, rate, maxima, stats, block, has_sum, Q, BLOCKS)
+            if (k == ALL) | (is_greedy > 0):
+                if is_greedy == 0:
+                    x = x * rate + gumbel(token, low, high)
+                score, at = _best(x, token)
+                tl.store(best + block, score)
+                tl.store(best_id + block, at)
+                if cuts:
+                    second, second_at = _best(tl.where(token == at, -float("inf"), x), token)
+                    tl.store(best + BLOCKS + block, second)
+                    tl.store(best_id + BLOCKS + block, second_at)
+            given = ahead

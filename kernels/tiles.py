@@ -146,14 +146,18 @@ def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: in
 
 
 def _sampling(
-    r: int = 4, q: int = 32, e: int = 16, *, scan: int = 4, choose: int = 8, gather: int = 16, share: int = 4096
-) -> Tile:
-    """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, choose: warps.
+    r: int = 2, q: int = 32, e: int = 16, *, scan: int = 4, scans: int = 8, scan_registers: int = 64, weigh: int = 4,
+    share: int = 4096, tokens: int = 512, resident: int = 5, registers: int = 96, choose: int = 8, gather: int = 16,
+) -> Tile:  # fmt: skip
+    """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, weigh, choose: warps.
 
-    share: tokens that a program takes at a time where programs share a row, one to a multiprocessor.
+    scans, resident: programs to a multiprocessor that scan and that weigh, with `scan_registers` and `registers` to a
+    thread.   share: tokens whose masses are added by one program, `tokens` at a time.
     """
-    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": choose, "SHARE": share, "RESIDENT": 1}
-    return Tile(constants | {"TILE": 512, "PIVOTED": 512, "SMALL": 256, "STEP": 8}, num_warps=scan)
+    constants = {"R": r, "Q": q, "E": e, "SCANS": scans, "SCAN_REGISTERS": scan_registers, "WEIGHERS": weigh}
+    constants |= {"SHARE": share, "TOKENS": tokens, "RESIDENT": resident, "WEIGH_REGISTERS": registers}
+    constants |= {"WARPS": choose, "GATHER": gather, "TILE": 512, "PIVOTED": 512, "SMALL": 256, "STEP": 8}
+    return Tile(constants, num_warps=scan)
 
 
 def _logits(block_n: int, *, stages: int, resident: int, warps: int = 4, **upto: int) -> Tile:

@@ -20,14 +20,17 @@ from tests.gpu.runner import Job, load, main
 LOGITS = ("normal", "peaked", "flat", "ties", "equal")
 # Tiles beside the table's: as make_tile takes them.
 DESIGNS = [
-    {"r": 4, "q": 16, "e": 32, "gather": 16, "tile": 2048, "pivoted": 1024, "small": 256, "step": 32, "share": 2048},
+    {
+        "r": 4, "q": 16, "e": 32, "gather": 16, "tile": 2048, "pivoted": 1024, "small": 256, "step": 32, "share": 2048,
+        "tokens": 1024, "scans": 4,
+    },
     {
         "r": 8, "q": 64, "e": 16, "gather": 16, "tile": 512, "pivoted": 256, "small": 128, "step": 16, "share": 4096,
-        "resident": 0,
+        "tokens": 512, "resident": 0, "scans": 0,
     },
     {
         "r": 2, "q": 16, "e": 16, "gather": 64, "tile": 1024, "pivoted": 512, "small": 64, "step": 16, "share": 1024,
-        "resident": 4,
+        "tokens": 256, "resident": 4, "scans": 8,
     },
 ]  # fmt: skip
 

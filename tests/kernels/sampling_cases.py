@@ -235,7 +235,10 @@ def make_case(
     return Case(logits.to(dtype), settings, given)
 
 
-def make_tile(r=2, q=4, e=4, gather=4, tile=32, pivoted=16, small=16, step=8, share=32, resident=2) -> Tile:
+def make_tile(
+    r=2, q=4, e=4, scans=2, gather=4, tile=32, pivoted=16, small=16, step=8, share=32, tokens=16, resident=2
+) -> Tile:
     """Return a tile so small that short rows have many blocks, and lists that need narrowing."""
-    constants = {"R": r, "Q": q, "E": e, "GATHER": gather, "WARPS": 4, "SHARE": share, "RESIDENT": resident}
+    constants = {"R": r, "Q": q, "E": e, "SCANS": scans, "SCAN_REGISTERS": 255, "WEIGHERS": 4, "SHARE": share}
+    constants |= {"TOKENS": tokens, "RESIDENT": resident, "WEIGH_REGISTERS": 255, "WARPS": 4, "GATHER": gather}
     return Tile(constants | {"TILE": tile, "PIVOTED": pivoted, "SMALL": small, "STEP": step}, num_warps=4)
