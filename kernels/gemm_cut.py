@@ -32,7 +32,7 @@ def span(cut: dict[str, int]) -> tuple[int, int]:
     """Return how many rows and tokens a program has."""
     if "KS" in cut:
         return 16 * cut["R"] * cut["RS"], 8 * cut["NB"]
-    return cut["BLOCK_R"] * cut.get("TILES", 1), cut["BLOCK_T"]
+    return cut["BLOCK_R"], cut["BLOCK_T"]
 
 
 def fit_few(
@@ -94,6 +94,8 @@ def fit_many(
     own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST")
     c = {name: value for name, value in tile.constants.items() if name not in own}
     c["BLOCK_K"] = tile.constants["BYTES"] // unit // (2 if is_wide else 1)
+    if unit == 1 and c["BLOCK_K"] > BLOCK:
+        raise ValueError(f"a step of {c['BLOCK_K']} e4m3 channels: a scale holds for {BLOCK}")
     while c["BLOCK_R"] > 64 and (is_wide or c["BLOCK_R"] // 2 >= rows):
         c["BLOCK_R"] //= 2
     high, wide = span(c)
@@ -119,19 +121,13 @@ def fit_held(
     is_wide: bool,
     shift: int = 0,
 ) -> dict[str, int]:
-    """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS.
-
-    TILES: more than 1 only where a program has all channels.
-    """
-    c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T", "TILES")}
+    """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS."""
+    c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T")}
     steps = -(-channels // BLOCK)
-    while c["TILES"] > 1 and (steps > tile.constants["STEPS"] or span(c)[0] // 2 >= rows):
-        c["TILES"] //= 2
     high, wide = span(c)
     programs = groups * -(-rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
-    split = _split(steps, 1 if c["TILES"] > 1 else most, least=tile.constants["LEAST"])
-    split = max(split, -(-steps // tile.constants["STEPS"]))
+    split = max(_split(steps, most, least=tile.constants["LEAST"]), -(-steps // tile.constants["STEPS"]))
     c["STEPS"] = -(-steps // split)
     c["SPLIT"] = -(-steps // c["STEPS"])
     c["SHARES"] = max(tile.constants["MAX_SPLIT"], c["SPLIT"]) if c["SPLIT"] > 1 else 1

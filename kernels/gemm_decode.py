@@ -233,6 +233,8 @@ def _launch(
         tile, tokens, rows=rows, channels=channels, unit=unit, groups=groups, sms=sm_count(x.device),
         is_split=quantize or norm is None, is_wide=x.dtype == torch.float32 and not quantize, shift=offset[1],
     )  # fmt: skip
+    if few and offset[0] % 16:
+        cut["EVEN"] = 0
     splits = cut.pop("SPLIT")
     high, wide = span(cut)
     grid = (-(-rows // high), groups * splits, -(-tokens // wide))
@@ -359,7 +361,7 @@ def variants(arch: str) -> list[Variant]:
     found: dict[str, Variant] = {}
     for shape in _SHAPES:
         variant = _variant(arch, *shape)
-        found.setdefault(repr((variant.kernel, variant.signature, variant.constants)), variant)
+        found.setdefault(repr((variant.kernel, variant.signature, variant.constants, variant.maxnreg)), variant)
     quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
     for channels, is_normed in [(1024, True), *quantised]:
         groups = _groups(channels)

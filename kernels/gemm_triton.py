@@ -6,8 +6,8 @@ few_kernel: a warp loads 16 rows, 128 bytes of each at a time, straight into the
 want their left operand (gemm_fragment_triton.py), before it waits for the kernel that writes x. No shared memory, no
 barrier, until the sums of warps that share channels are added.
 
-many_kernel: tiles in shared memory, copied in the background; before it waits it asks for its weights into L2. Of
-e4m3 activations it copies the scales along. (gemm_held_triton.py has a kernel for those without a loop.)
+many_kernel: tiles in shared memory, copied in the background. Of e4m3 activations it copies the scales along.
+(gemm_held_triton.py has a kernel for those without a loop.)
 
 The scale of a 128 x 128 block of e4m3 goes onto the sum over 128 channels, in float32. A block may be cut: rows and
 channels of the weight then begin inside one.
@@ -33,8 +33,6 @@ from kernels.gemm_fragment_triton import (
     weigh,
     widen,
 )  # fmt: skip
-
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -88,7 +86,8 @@ def few_kernel(
 
     Grid (tiles of 16 R RS rows, groups x splits, 8 NB tokens). Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows
     and every KS-th chunk of 128 bytes; DEPTH chunks are on their way at a time.   SHARES: most splits.   ONCE: a warp
-    has DEPTH chunks and no more.   EVEN: every tile has its rows, every warp of every split as many chunks.
+    has DEPTH chunks and no more.   EVEN: every tile has its rows, and one row of scales; every warp of every split has
+    as many chunks.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,8 +112,11 @@ def few_kernel(
     half = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * 8
     row = tile[None, :, :, None] * 16 + half
     # The scales' rows, in the order of the sums.
-    line = (group * rows + row_shift + tile[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]) // 128
-    line = tl.reshape(line, (W, 16 * R))
+    line = group * rows + row_shift + tile * 16
+    if EVEN and R == 1:
+        line = line // 128  # one for all of a tile
+    else:
+        line = tl.reshape((line[:, :, None] + tl.arange(0, 16)[None, None, :]) // 128, (W, 16 * R))
     if not EVEN:
         line = tl.minimum(line, (group * rows + row_shift + rows - 1) // 128)
     weights, scales = (), ()
@@ -169,7 +171,7 @@ def few_kernel(
 
 @triton.jit
 def _scale(scale_ptr, line, chunk, wanted, columns, EVEN: tl.constexpr):
-    """Return the scales [W, 16 R] of lines [W, 16 R] at chunks [W]; 0 beyond the last."""
+    """Return the scales of lines [W, 16 R], or [W, 1], at chunks [W]; 0 beyond the last."""
     place = scale_ptr + line * columns + chunk[:, None]
     live = (chunk < tl.where(wanted, columns, 0))[:, None]
     return tl.load(place) if EVEN else tl.load(place, mask=live, other=0.0)
@@ -180,14 +182,13 @@ def many_kernel(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
     x_scale_ptr: scales of x, e4m3, for each 128 channels one of every token, scale_stride apart, and as many as there
-    are in whole tiles; None: x is no e4m3.   AHEAD: bytes of each row that are asked for into L2 before the wait.
-    EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales are copied too, which a loop does only if
-    it is told its stages.
+    are in whole tiles; None: x is no e4m3.   EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales
+    are copied too, which a loop does only if it is told its stages.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -201,15 +202,6 @@ def many_kernel(
         share = (steps + splits - 1) // splits
         first, last = split * share, tl.minimum(split * share + share, steps)
     w_row = w_ptr + (group * rows + inside).to(tl.int64) * channels
-    WIDTH: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and AHEAD > 0:
-        begin = tl.maximum(first * BLOCK_K - SHIFT, 0)
-        size = tl.minimum((tl.minimum(last * BLOCK_K - SHIFT, channels) - begin) * WIDTH, AHEAD)
-        if size > 0:
-            # A line at a time: a request for a whole row is made by one lane after the other.
-            cached = tl.minimum(tl.arange(0, AHEAD // 128) * 128, size - 1)
-            address = (w_row + begin).to(tl.int64)[:, None] + cached[None, :]
-            tl.inline_asm_elementwise(_PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -112,13 +112,13 @@ def few_tile(ks=1, rs=1, r=1, depth=1, split=1, registers=0) -> Tile:
     return Tile(constants, num_warps=ks * rs)
 
 
-def held_tile(rows=64, columns=32, steps=4, split=1, warps=8, tiles=1, least=1) -> Tile:
+def held_tile(rows=64, columns=32, steps=4, split=1, warps=8, least=1) -> Tile:
     """Return a tile of quantised activations; gemm_cut.fit_held says what the constants mean."""
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split, "RESIDENT": 8}
-    return Tile(constants | {"TILES": tiles, "LEAST": least}, num_warps=warps)
+    return Tile(constants | {"LEAST": least}, num_warps=warps)
 
 
-def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1, ahead=1024) -> Tile:
+def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1) -> Tile:
     """Return a tile of many tokens; gemm_cut.fit_many says what the constants mean."""
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": 8, "LEAST": least}
-    return Tile(constants | {"AHEAD": ahead}, num_warps=warps, num_stages=stages)
+    return Tile(constants, num_warps=warps, num_stages=stages)

@@ -155,13 +155,6 @@ def test_programs_that_hold_their_operands_share_channels_for_which_one_has_no_r
     assert fit_held(tile, 64, rows=4096, channels=1024, unit=1, **SIZES)["SPLIT"] == 1
 
 
-@pytest.mark.parametrize(("rows", "channels", "tiles"), [(4096, 1024, 4), (4096, 1152, 1), (128, 1024, 2), (20, 64, 1)])
-def test_programs_hold_several_tiles_of_rows_if_there_are_so_many_and_none_shares_channels(rows, channels, tiles):
-    cut = fit_held(cases.held_tile(steps=8, split=4, tiles=4), 64, rows=rows, channels=channels, unit=1, **SIZES)
-    assert cut["TILES"] == tiles
-    assert tiles == 1 or cut["SPLIT"] == 1
-
-
 @pytest.mark.parametrize("channels", [640, 1152, 4224])
 @pytest.mark.parametrize("split", [2, 3, 4, 5, 8])
 def test_no_program_is_left_without_channels(channels, split):
