@@ -116,22 +116,20 @@ def _few(ks: int, *, rs: int = 1, r: int = 1, depth: int = 2, split: int = 4, re
 
 def _linear(
     rows: int, columns: int, size: int = 128, *, warps: int = 4, stages: int = 4, split: int = 4, least: int = 4,
-    resident: int = 1, ahead: int = 1024, **upto: int,
+    resident: int = 1, **upto: int,
 ) -> Tile:  # fmt: skip
     """A tile of a linear layer with many tokens: rows x columns (tokens), `size` bytes of a row at a time.
 
-    ahead: bytes of each row that are asked for before the wait.   The others: see gemm_cut.fit_many.
+    What the constants mean: gemm_cut.fit_many.
     """
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": resident}
-    constants |= {"LEAST": least, "AHEAD": ahead}
+    constants |= {"LEAST": least}
     return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
 
 
-def _held(
-    rows: int, columns: int, steps: int, *, tiles: int = 1, warps: int = 8, split: int = 4, least: int = 8, **upto: int
-) -> Tile:  # fmt: skip
+def _held(rows: int, columns: int, steps: int, *, warps: int = 8, split: int = 4, least: int = 8, **upto: int) -> Tile:
     """A tile of a linear layer whose operands stay in shared memory; gemm_cut.fit_held says what they mean."""
-    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "TILES": tiles, "STEPS": steps, "MAX_SPLIT": split}
+    constants = {"BLOCK_R": rows, "BLOCK_T": columns, "STEPS": steps, "MAX_SPLIT": split}
     return Tile(constants | {"RESIDENT": 1, "LEAST": least}, num_warps=warps, upto=upto)
 
 
@@ -173,9 +171,14 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _few(2, depth=4, row_bytes=512),
             _few(4, depth=4, row_bytes=1024, tokens=8),
             _few(4, r=2, row_bytes=1024),
+            _few(4, depth=4, registers=128, row_bytes=2048, tokens=8),
             _few(4, depth=4, row_bytes=2048),
             _few(8, depth=4, mib=15),
-            _few(8),
+            _few(8, depth=4, registers=128, row_bytes=4096, tokens=8, mib=16),
+            _few(4, registers=128, row_bytes=4096, tokens=8),
+            _few(8, registers=128, row_bytes=8192, tokens=8, mib=32),
+            _few(8, mib=64),
+            _few(4, rs=2),
         ),
     },
     "linear_many": {
@@ -183,16 +186,17 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(64, 32, stages=3, tokens=32),
             _linear(64, 64, stages=3, tokens=64, mib=15),
             _linear(128, 64, warps=8, stages=3, tokens=64),
-            _linear(128, 128, warps=8, stages=2, split=1, ahead=0),
+            _linear(128, 128, warps=8, stages=2, split=1),
         ),
         "sm_90": (
             _linear(64, 32, stages=8, tokens=32),
-            _linear(64, 64, stages=6, ahead=0, tokens=64, mib=20, row_bytes=4096),
+            _linear(64, 64, stages=6, tokens=64, mib=15, row_bytes=4096),
+            _linear(128, 64, warps=8, tokens=64, row_bytes=4096),
             _linear(64, 64, stages=8, tokens=64, mib=31),
             _linear(128, 64, warps=8, tokens=64, mib=64),
             _linear(64, 64, tokens=64),
-            _linear(64, 128, split=1, ahead=0, tokens=256),
-            _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
+            _linear(64, 128, split=1, tokens=256),
+            _linear(128, 128, warps=8, stages=3, split=1),
         ),
     },
     # With e4m3 activations.
@@ -200,19 +204,18 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_120": (
             _linear(64, 32, stages=5, least=8, tokens=32),
             _linear(64, 64, stages=4, least=8, tokens=64),
-            _linear(128, 128, warps=8, stages=3, split=1, ahead=0),
+            _linear(128, 128, warps=8, stages=3, split=1),
         ),
         "sm_90": (
-            _held(64, 32, 16, least=16, tokens=32, mib=16, row_bytes=2048),
-            _held(64, 32, 8, tokens=32, mib=8),
             _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=512),
+            _held(128, 32, 8, tokens=32, mib=8, row_bytes=1024),
             _held(64, 64, 8, tokens=64, mib=8, row_bytes=1024),
             _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=2048),
+            _held(128, 32, 8, tokens=32, mib=8),
             _held(64, 64, 8, tokens=64, mib=8),
-            _held(64, 64, 8, tiles=2, tokens=64, mib=16, row_bytes=1024),
-            _linear(128, 64, warps=8, stages=8, least=8, tokens=64, row_bytes=1024),
-            _linear(64, 64, stages=6, least=8, tokens=64),
-            _linear(128, 128, warps=8, stages=4, split=1, ahead=0),
+            _linear(128, 64, tokens=64, row_bytes=1024),
+            _linear(64, 64, stages=8, split=2, tokens=64),
+            _linear(128, 128, warps=8, stages=4, split=1),
         ),
     },
     # row_bytes: of a row's values. Up to 512 all packed rows, bf16 of 256 channels, fp32 of 128; others take the last.
