@@ -24,6 +24,8 @@ from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
 OP = "moe_gate"
+MAX_TOP_K = 31  # a router's count of an expert must fit into a byte
+MAX_SPLIT = 8  # programs that share channels
 
 
 def route_by_gate_reference(
@@ -66,6 +68,8 @@ def route_by_gate(
     experts = gate.shape[0]
     if gate.shape != (experts, hidden) or gate.dtype != torch.bfloat16 or not gate.is_contiguous():
         raise ValueError(f"gate {tuple(gate.shape)} {gate.dtype} for x {tuple(x.shape)}: wanted contiguous bfloat16")
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"top_k {top_k}: at most {MAX_TOP_K}")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"x of {x.dtype}: wanted bfloat16 or float32")
     scores = torch.empty((tokens, experts), device="meta")
@@ -91,17 +95,15 @@ def route_by_gate(
         sequence = _zeros(device, MAX_TOKENS, torch.int32)
     tile = tile or tile_for(OP, arch_of(device), tokens=tokens)
     constants = _constants(tile, tokens, experts=experts, hidden=hidden, top_k=top_k)
-    width = 8 * constants["NB"]
-    groups = cdiv(tokens, width)
-    # One kernel for all steps of several groups: it writes both copies of x.
+    # One kernel for all steps of several routers: it writes both copies of x.
     x_many = empty(tokens, hidden, dtype=f16) if constants["GROUPED"] and out.x_many is None else out.x_many
-    part = empty(groups, constants["SPLIT"], width, constants["PADDED"], dtype=f32)
     pdl = HAS_PDL(device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    programs = groups * constants["SPLIT"] * cdiv(experts, 16) + cdiv(tokens * hidden, constants["CONVERTED"])
-    gate_kernel[(programs,)](
+    groups, tiles = cdiv(tokens, 8 * constants["NB"]), cdiv(experts, 16 * constants["RB"])
+    routers = 0 if constants["OWN"] else cdiv(tokens, 8)
+    gate_kernel[(groups * tiles * constants["SPLIT"] + routers,)](
         x, gate, bias, table, token_ids, sequence, out.ids, out.weights, out.rank, out.token, out.weight, out.first,
-        out.active, _counters(device, constants["PADDED"]), part, out.x, x_many, tokens, tokens * hidden,
+        out.active, *_scratch(device, constants["PADDED"]), out.x, x_many, tokens,
         MANY if tokens > MANY else MAX_TOKENS * top_k, scaling,
         **constants, PDL=pdl, num_warps=constants["KS"], num_stages=1, **launch,
     )  # fmt: skip
@@ -109,15 +111,20 @@ def route_by_gate(
 
 
 def _constants(tile: Tile, tokens: int, *, experts: int, hidden: int, top_k: int) -> dict[str, int]:
-    """Return the constants of the kernel. KS: warps that share channels, SPLIT: programs; NB: eights of tokens."""
+    """Return the constants of the kernel.
+
+    KS: warps that share channels, SPLIT: programs; NB: eights of tokens, RB: 16s of experts of a program.   OWN: the
+    last program of eight tokens routes them, after its own products; else there are programs for it.
+    """
     c = dict(tile.constants)
+    if c["SPLIT"] > MAX_SPLIT or (c["OWN"] and c["NB"] > 1):
+        raise ValueError(f"tile {c}: wanted SPLIT of at most {MAX_SPLIT}, and NB of 1 with OWN")
     return c | {
         "E": experts,
         "K": hidden,
         "TOP_K": top_k,
-        "GROUPED": int(tokens > 8 * c["NB"]),
-        "WIDTH": int(next_power_of_2(top_k)),
-        "PADDED": max(16, int(next_power_of_2(experts))),
+        "GROUPED": int(tokens > 8),
+        "PADDED": max(256, int(next_power_of_2(experts))),
     }
 
 
@@ -127,11 +134,16 @@ def _zeros(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def _counters(device: torch.device, padded: int) -> Tensor:
-    """Return counters that are zero between calls: the programs that count last put them back."""
+def _scratch(device: torch.device, padded: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return parts of scores, zero between calls, and counts of routers with their steps: see the kernel."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("first call of route_by_gate inside a graph capture: call it once before")
-    return torch.zeros(padded + 1 + MAX_TOKENS // 8, dtype=torch.int32, device=device)
+    counts = MAX_TOKENS // 8, padded // 4
+    return (
+        torch.zeros(MAX_SPLIT, MAX_TOKENS, padded, dtype=torch.int32, device=device),
+        torch.zeros(counts, dtype=torch.int64, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
 
 
 def variants(arch: str) -> list[Variant]:
@@ -144,12 +156,12 @@ def variants(arch: str) -> list[Variant]:
 
 
 def _variant(tile: Tile, tokens: int, *, by_table: bool) -> Variant:
-    signature = dict.fromkeys(gate_kernel.arg_names, "*i32") | dict.fromkeys(("tokens", "size", "many"), "i32")
-    signature |= {"scaling": "fp32"} | dict.fromkeys(("bias_ptr", "weights_ptr", "weight_ptr", "part_ptr"), "*fp32")
+    signature = dict.fromkeys(gate_kernel.arg_names, "*i32") | dict.fromkeys(("tokens", "many"), "i32")
+    signature |= {"scaling": "fp32"} | dict.fromkeys(("bias_ptr", "weights_ptr", "weight_ptr"), "*fp32")
     signature |= {"table_ptr": "*i64", "token_ids_ptr": "*i64", "few_ptr": "*fp16", "many_ptr": "*fp16"}
-    signature |= {"x_ptr": "*bf16", "w_ptr": "*bf16"}
+    signature |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "count_ptr": "*i64"}
     absent = ["bias_ptr"] if by_table else ["table_ptr", "token_ids_ptr"]
     fixed: dict[str, Any] = _constants(tile, tokens, experts=256, hidden=4096, top_k=6) | {"PDL": True}
     fixed |= dict.fromkeys(absent if fixed["GROUPED"] else [*absent, "many_ptr"])
     signature = {name: kind for name, kind in signature.items() if name not in fixed}
-    return Variant(OP, gate_kernel, signature, fixed, tile.constants["KS"], 1, unaligned=("tokens", "size", "many"))
+    return Variant(OP, gate_kernel, signature, fixed, tile.constants["KS"], 1, unaligned=("tokens", "many"))

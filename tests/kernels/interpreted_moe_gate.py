@@ -46,7 +46,10 @@ def test_any_number_of_tokens(tokens, by_table):
 
 @pytest.mark.parametrize(
     "design",
-    [tile(ks=2, split=2), tile(ks=4, split=3), tile(nb=2), tile(ks=2, split=1, nb=4), tile(ks=8, split=8)],
+    [
+        *(tile(ks=2, split=2), tile(ks=4, split=3), tile(nb=2), tile(ks=2, nb=4), tile(ks=8, split=8)),
+        *(tile(own=1), tile(ks=2, split=2, own=1), tile(rb=2, split=2)),
+    ],
     ids=lambda t: str(list(t.constants.values())),
 )
 def test_every_way_to_cut(design):
@@ -79,11 +82,29 @@ def test_equal_scores_go_to_the_lower_expert():
     assert case.run(tile=tile()).ids.tolist() == [[0, 1, 2]] * 9
 
 
-def test_counters_are_zero_again():
-    device = torch.device("cpu")
+def test_scores_are_zero_again():
     for tokens in (3, 20):
         make_case(tokens).run(tile=tile(split=2))
-    assert not module._counters(device, 32).any()
+    assert not module._scratch(torch.device("cpu"), 256)[0].any()
+
+
+def test_what_an_earlier_step_told_is_not_taken_for_this_ones():
+    for tokens, seed in ((30, 0), (12, 1), (30, 2)):
+        assert make_case(tokens, seed=seed).fault(tile=tile()) == ""
+
+
+@pytest.mark.parametrize("options", [{"split": 9}, {"nb": 2, "own": 1}])
+def test_tiles_that_cannot_work_are_refused(options):
+    with pytest.raises(ValueError, match="wanted SPLIT of at most 8, and NB of 1 with OWN"):
+        make_case(2).run(tile=tile(**options))
+
+
+def test_a_tokens_bits_are_those_it_has_alone():
+    case = make_case(20, hidden=256, padding=1)
+    whole = case.run(tile=tile(ks=2, own=1))
+    case.x, case.routing["sequence"] = case.x[:1], case.routing["sequence"][:1]
+    alone = case.run(tile=tile(ks=2, own=1))
+    assert torch.equal(alone.ids, whole.ids[:1]) and torch.equal(alone.weights, whole.weights[:1])
 
 
 def test_a_nan_stays_with_its_token():

@@ -57,3 +57,6 @@ def test_what_does_not_fit_is_refused():
         _cases().Case(case.x.half(), case.gate, case.routing).run()
     with pytest.raises(ValueError, match="top_k 21 of 20 experts"):
         _cases().Case(case.x, case.gate, case.routing | {"top_k": 21}).run()
+    case = make_case(2, experts=40)
+    with pytest.raises(ValueError, match="top_k 32: at most 31"):
+        _cases().Case(case.x, case.gate, case.routing | {"top_k": 32}).run()
