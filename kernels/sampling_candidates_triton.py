@@ -21,6 +21,7 @@ from kernels.sampling_row_triton import (
     LOG2_E,
     NUM_WORDS,
     adjust,
+    exp2,
     float_of,
     key_of,
     number_of,
@@ -56,7 +57,7 @@ def values_of(logits, token, words, rows, bias_ptr, history_ptr, mask_ptr, vocab
     """Return what tokens have without noise, divided by the temperature."""
     exists = (token >= 0) & (token < vocab)
     x = tl.load(logits + token, mask=exists, other=-float("inf")).to(tl.float32)
-    x = adjust(x, token, exists, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
+    x = adjust(x, token, token, exists, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
     return tl.math.div_rn(x, temperature)
 
 
@@ -103,6 +104,7 @@ def weigh(
     id_of = token_of(found)
     key = key_of(value)
     end = tl.minimum(last * SHARE, vocab)
+    run = tl.arange(0, TOKENS // 4)[None, :, None] * 4
     for share in range(first, last):
         # Of a candidate's equals those of shares in front come before it; of its own share, those in front of it.
         is_home = exists & (share == id_of // SHARE)
@@ -114,10 +116,13 @@ def weigh(
             token = part * TOKENS + fours(TOKENS)
             later = token + 2 * TOKENS
             after = tl.load(logits + later, mask=later < end, other=-float("inf"))  # arrives while two are summed
-            y = adjust(x.to(tl.float32), token, token < vocab, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
+            y = adjust(
+                x.to(tl.float32), token, part * TOKENS + run, token < vocab, words, rows, bias_ptr, history_ptr,
+                mask_ptr, vocab,
+            )  # fmt: skip
             if temperature != 1.0:
                 y = tl.math.div_rn(y, temperature)
-            weight = tl.exp(y - top)
+            weight = exp2((y - top) * LOG2_E)
             mass += tl.sum(tl.where(y >= bound, weight, 0.0), 2)
             if part <= home:
                 equal = tl.where(is_home, value, float("nan"))[:, None, None]
@@ -178,7 +183,7 @@ def weigh_kernel(
             floor = top + tl.log(least)
         else:
             sums = tl.load(stats + BLOCKS + b, mask=b < blocks, other=0.0)
-            share_of = tl.exp2((tops - highest) * (LOG2_E / temperature))
+            share_of = exp2((tops - highest) * (LOG2_E / temperature))
             total = tl.sum(tl.where(tops > -float("inf"), sums * share_of, 0.0), 0)
             # All tokens at this value or below have no more mass than top-p leaves out.
             floor = top + tl.log((1.0 - p) * total / vocab) - 1e-3

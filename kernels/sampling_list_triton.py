@@ -64,10 +64,11 @@ def collect(
     for start in range(0, active, GATHER):
         g = start + tl.arange(0, GATHER)
         group = tl.load(groups + g, mask=g < active, other=0)[:, None, None]
-        token = group // Q * (R * Q * E) + (r * Q + group % Q) * E + e
+        first = group // Q * (R * Q * E) + (r * Q + group % Q) * E
+        token = first + e
         inside = (token < vocab) & (g < active)[:, None, None]
         x = tl.load(logits + token, mask=inside, other=-float("inf")).to(tl.float32)
-        x = adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
+        x = adjust(x, token, first, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
         x = tl.reshape(tl.math.div_rn(x, temperature), (GATHER * R * E,))
         token = tl.reshape(token, (GATHER * R * E,))
         wanted = ((x >= bound) & (x > -float("inf"))).to(tl.int32)

@@ -21,6 +21,7 @@ MOST_COUNTED = tl.constexpr(0x7FFF)
 GAP = tl.constexpr(2**24)  # more than there are tokens: from one value to the next in numbers
 HIGHEST = tl.constexpr(2**62)  # above all numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG_LOG2_E = tl.constexpr(0.36651292058166435)
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _LOWEST = tl.constexpr(-1e30)
 _PLAIN = tl.constexpr(INTERPRETED)
@@ -64,13 +65,23 @@ def keys_of(words, position):
 
 
 @triton.jit
-def _log(x):
-    """Return log x by the hardware's approximation: exact to 2^-22 of itself, near 1 to 2^-22 of 1."""
+def _log2(x):
+    """Return log2 x of a normal number by the hardware's approximation: exact to 2^-22 of itself, near 1 of 1."""
     if _PLAIN:
-        x = tl.log2(x)
-    else:
-        x = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return x * 0.6931471805599453
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def exp2(x):
+    """Return 2^x by the hardware's approximation, exact to 2^-22 of itself, 0 below 2^-126."""
+    if _PLAIN:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @triton.jit
@@ -83,17 +94,20 @@ def gumbel(token, low, high):
     x = x ^ (x >> 16)
     # ((x >> 9) + 1/2) / 2^23, from a float of 1 to 2 with these bits; all of it is exact.
     u = ((x >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-    # -log u. Noise that wins comes from u near 1, where nothing would be left of the approximation: a series there.
+    # -log2 u. Noise that wins comes from u near 1, where nothing would be left of the approximation: a series there.
     v = 1.0 - u
-    near = 1.0 / 5.0 + v * (1.0 / 6.0 + v * (1.0 / 7.0))
-    near = v + v * v * (1.0 / 2.0 + v * (1.0 / 3.0 + v * (1.0 / 4.0 + v * near)))
-    exponential = tl.where(v < 0.1, near, -_log(u))
-    return -_log(exponential)
+    near = LOG2_E + v * (LOG2_E / 2 + v * (LOG2_E / 3 + v * (LOG2_E / 4 + v * (LOG2_E / 5))))
+    exponential = tl.where(v < 0.0625, v * near, -_log2(u))
+    # -log of it, and of what a logarithm to the base of 2 has too much.
+    return _LOG_LOG2_E - 0.6931471805599453 * _log2(exponential)
 
 
 @triton.jit
-def adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab):
-    """Return logits x with bias, penalties and mask.   rows: (of history, of bias, of masks), -1 for none."""
+def adjust(x, token, first, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab):
+    """Return logits x with bias, penalties and mask.   rows: (of history, of bias, of masks), -1 for none.
+
+    first: of every run of tokens that share a word of a mask the first, in a shape that is stretched to that of x.
+    """
     history_row, bias_row, mask_row = rows
     if bias_row >= 0:
         x += tl.load(bias_ptr + bias_row.to(tl.int64) * vocab + token, mask=inside, other=0.0)
@@ -106,8 +120,8 @@ def adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab
         x = x - frequency * count - tl.where(count > 0.0, presence, 0.0)
     if mask_row >= 0:
         width = (vocab + 31) // 32
-        word = tl.load(mask_ptr + mask_row.to(tl.int64) * width + token // 32, mask=inside, other=0)
-        allowed = ((word >> (token % 32)) & 1) != 0
+        word = tl.load(mask_ptr + mask_row.to(tl.int64) * width + first // 32, mask=first < vocab, other=0)
+        allowed = inside & (((word >> (token % 32)) & 1) != 0)
         x = tl.where(allowed, tl.where(x < _LOWEST, _LOWEST, x), -float("inf"))
     return x
 

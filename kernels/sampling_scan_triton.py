@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.sampling_row_triton import ALL, LOG2_E, NUM_WORDS, adjust, gumbel, keys_of, settings_of, truncates
+from kernels.sampling_row_triton import ALL, LOG2_E, NUM_WORDS, adjust, exp2, gumbel, keys_of, settings_of, truncates
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _summarise(x, rate, maxima, stats, block, has_sum, Q: tl.constexpr, BLOCKS: 
     tl.store(stats + block, top)
     if has_sum:
         safe = tl.where(top > -float("inf"), top, 0.0)
-        tl.store(stats + BLOCKS + block, tl.sum(tl.exp2((x - safe) * (rate * LOG2_E))))
+        tl.store(stats + BLOCKS + block, tl.sum(exp2((x - safe) * (rate * LOG2_E))))
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def scan_kernel(
     share = tl.cdiv(blocks, tl.num_programs(0))
     first = program * share
     last = tl.minimum(first + share, blocks)
-    r, q = tl.arange(0, R)[:, None, None], tl.arange(0, Q)[None, :, None]
-    place = (r * Q + q) * E + tl.arange(0, E)[None, None, :]
+    run = (tl.arange(0, R)[:, None, None] * Q + tl.arange(0, Q)[None, :, None]) * E
+    place = run + tl.arange(0, E)[None, None, :]
     logits = logits_ptr + row.to(tl.int64) * vocab
     maxima = maxima_ptr + row.to(tl.int64) * (2 * BLOCKS * Q)
     stats = stats_ptr + row * (4 * BLOCKS)
@@ -82,7 +82,7 @@ def scan_kernel(
             x = given.to(tl.float32)
             if num_top >= 0:
                 _summarise(x, 1.0, maxima + BLOCKS * Q, stats + 2 * BLOCKS, block, True, Q, BLOCKS)
-            x = adjust(x, token, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
+            x = adjust(x, token, block * (R * Q * E) + run, inside, words, rows, bias_ptr, history_ptr, mask_ptr, vocab)
             if cuts:
                 _summarise(x, rate, maxima, stats, block, has_sum, Q, BLOCKS)
             if (k == ALL) | (is_greedy > 0):
