@@ -2,10 +2,10 @@
 
     u = x Wg^T, float32;   a = sqrt(softplus(u));   the rest as in moe_routing.py
 
-Bytes: the gate once (2 MB in bfloat16), x, its f16 copies. 8 tokens share a program's weights; up to 8 tokens many
-programs share the channels, too, so that every multiprocessor has some of the weights. Sums are float32 in an order
-that depends on whether a step has more than 8 tokens, not on what the others are: experts whose scores are within some
-1e-6 of each other may be chosen otherwise then.
+Bytes: the gate once (2 MB in bfloat16), x, its f16 copies. Programs share experts, tokens and channels out among
+them, so that every multiprocessor has some of the weights. Sums are float32 in an order that depends on whether a step
+has more than 64 tokens, not on what the others are: experts whose scores are within some 1e-6 of each other may be
+chosen otherwise then.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def route_by_gate(
 ) -> Routing:
     """Return the routing of x [T, H] bfloat16 or float32 by a gate [E, H] bfloat16, as the checkpoint has it.
 
-    The other arguments as in moe_routing.route_tokens.   tile: instead of the table's. All inputs but x must have been
-    written before the kernel in front of this one began. Calls on one device must not overlap: they share counters.
+    The other arguments as in moe_routing.route_tokens, top_k at most MAX_TOP_K.   tile: instead of the table's. All inputs but x must have been
+    written before the kernel in front of this one began. Calls on one device must not overlap: they share scratch.
     Raises ValueError.
     """
     tokens, hidden = x.shape

@@ -6,7 +6,7 @@ counts, in words that carry the step's number: with them each knows the ranks of
 what there is in all; it lists the experts.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment,index,misc,operator"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment,index,misc,var-annotated"
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _choose(a, bias, lane, E: tl.constexpr, TOP_K: tl.constexpr, COUNT: tl.const
         key = tl.where(choice != choice, 0x7FFFFFFF, key)
         keys += (tl.where(lane + 32 * i < E, key, _LOWEST),)
     chosen = keys[0] * 0
-    for k in tl.static_range(TOP_K):
+    for k in range(TOP_K):
         best, e = keys[0], lane
         for i in tl.static_range(1, COUNT):
             is_better = keys[i] > best
@@ -201,7 +201,7 @@ def _count_listed(listed, lane, n, is_choice, TOP_K: tl.constexpr, WORDS: tl.con
     words = ()
     for _ in tl.static_range(WORDS):
         words += (listed * 0,)
-    for k in tl.static_range(TOP_K):
+    for k in range(TOP_K):
         e = tl.max(tl.where(is_choice & (lane == k), listed, -1), 0)[None, :]
         repeated += ((listed == e) & (lane > k)).to(tl.int32)
         more = ()
