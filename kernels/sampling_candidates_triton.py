@@ -20,6 +20,7 @@ from kernels.sampling_row_triton import (
     ALL,
     LOG2_E,
     NUM_WORDS,
+    PLAIN,
     adjust,
     exp2,
     float_of,
@@ -90,6 +91,31 @@ def fours(TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _fourth(x, at: tl.constexpr, TOKENS: tl.constexpr):
+    """Return x [1, TOKENS / 4, 4] at one of four as [1, TOKENS / 4]."""
+    pairs = tl.split(tl.reshape(x, (1, TOKENS // 4, 2, 2)))
+    return tl.split(pairs[at % 2])[at // 2]
+
+
+@triton.jit
+def _add_each(mass, y, bound, weight, TOKENS: tl.constexpr):
+    """Return mass [CANDIDATES, TOKENS / 4] and the weights of y [1, TOKENS / 4, 4] that are bound or more.
+
+    bound [CANDIDATES, 1]. One instruction of comparing and one of adding for each.
+    """
+    for at in tl.static_range(4):
+        value, more = _fourth(y, at, TOKENS), _fourth(weight, at, TOKENS)
+        if PLAIN:
+            mass += tl.where(value >= bound, more, 0.0)
+        else:
+            mass = tl.inline_asm_elementwise(
+                "{.reg .pred p; setp.ge.f32 p, $2, $3; mov.f32 $0, $1; @p add.f32 $0, $1, $4;}", "=f,f,f,f,f",
+                [mass, value, bound, more], dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+    return mass
+
+
+@triton.jit
 def weigh(
     x, ahead, logits, words, rows, bias_ptr, history_ptr, mask_ptr, mass_ptr, vocab, temperature, top, found, value,
     floor, first, last, SHARE: tl.constexpr, TOKENS: tl.constexpr,
@@ -109,7 +135,7 @@ def weigh(
         # Of a candidate's equals those of shares in front come before it; of its own share, those in front of it.
         is_home = exists & (share == id_of // SHARE)
         bound = float_of(tl.where(share >= id_of // SHARE, key + 1, key))
-        bound = tl.where(c == TESTED, floor, tl.where(exists, bound, float("nan")))[:, None, None]
+        bound = tl.where(c == TESTED, floor, tl.where(exists, bound, float("nan")))[:, None]
         home = tl.max(tl.where(is_home, id_of // TOKENS, -1), 0)
         mass = tl.zeros((NUM_CANDIDATES, TOKENS // 4), tl.float32)
         for part in range(share * (SHARE // TOKENS), (share + 1) * (SHARE // TOKENS)):
@@ -123,7 +149,7 @@ def weigh(
             if temperature != 1.0:
                 y = tl.math.div_rn(y, temperature)
             weight = exp2((y - top) * LOG2_E)
-            mass += tl.sum(tl.where(y >= bound, weight, 0.0), 2)
+            mass = _add_each(mass, y, bound, weight, TOKENS)
             if part <= home:
                 equal = tl.where(is_home, value, float("nan"))[:, None, None]
                 place = (id_of - part * TOKENS)[:, None, None]

@@ -228,6 +228,8 @@ def sample_decode(
     tile = tile or tile_for(OP, arch_of(device))
     if tile.constants["SMALL"] < num_top:
         raise ValueError(f"a tile that ranks {tile.constants['SMALL']} tokens for {num_top} columns")
+    if tile.constants["E"] > 32:
+        raise ValueError(f"a tile of {tile.constants['E']} tokens in a row: 32 have a word of a mask")
     constants = _constants(tile, vocab)
     blocks, groups = constants["BLOCKS"], constants["BLOCKS"] * constants["Q"]
     lists, listed = 1 + (num_top > 0), vocab + tile.constants["SMALL"]

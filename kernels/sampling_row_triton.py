@@ -24,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 _LOG_LOG2_E = tl.constexpr(0.36651292058166435)
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 _LOWEST = tl.constexpr(-1e30)
-_PLAIN = tl.constexpr(INTERPRETED)
+PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def keys_of(words, position):
 @triton.jit
 def _log2(x):
     """Return log2 x of a normal number by the hardware's approximation: exact to 2^-22 of itself, near 1 of 1."""
-    if _PLAIN:
+    if PLAIN:
         return tl.log2(x)
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -77,7 +77,7 @@ def _log2(x):
 @triton.jit
 def exp2(x):
     """Return 2^x by the hardware's approximation, exact to 2^-22 of itself, 0 below 2^-126."""
-    if _PLAIN:
+    if PLAIN:
         return tl.exp2(x)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1

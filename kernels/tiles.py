@@ -145,7 +145,7 @@ def _gate(ks: int, split: int, *, nb: int = 1, rb: int = 1, own: int = 0, conver
 
 def _sampling(
     r: int = 2, q: int = 32, e: int = 16, *, scan: int = 4, scans: int = 8, scan_registers: int = 64, weigh: int = 4,
-    share: int = 4096, tokens: int = 512, resident: int = 5, registers: int = 96, choose: int = 8, gather: int = 16,
+    share: int = 4096, tokens: int = 512, resident: int = 6, registers: int = 80, choose: int = 8, gather: int = 16,
 ) -> Tile:  # fmt: skip
     """A tile of sampling: blocks of R Q E tokens, GATHER groups read again at once.   scan, weigh, choose: warps.
 
