@@ -60,8 +60,9 @@ def route_by_gate(
 ) -> Routing:
     """Return the routing of x [T, H] bfloat16 or float32 by a gate [E, H] bfloat16, as the checkpoint has it.
 
-    The other arguments as in moe_routing.route_tokens, top_k at most MAX_TOP_K.   tile: instead of the table's. All inputs but x must have been
-    written before the kernel in front of this one began. Calls on one device must not overlap: they share scratch.
+    The other arguments as in moe_routing.route_tokens, top_k at most MAX_TOP_K.   tile: instead of the table's. All
+    inputs but x must have been written before the kernel in front of this one began. Calls on one device must not
+    overlap: they share scratch.
     Raises ValueError.
     """
     tokens, hidden = x.shape

@@ -234,7 +234,7 @@ def _tell(count_ptr, own, lane, n, router, step, WORDS: tl.constexpr):
     for g in tl.static_range(WORDS):
         at = count_ptr + (router * WORDS + g // 2 * 2) * 32 + lane * 2 + g % 2
         word = (own[g].to(tl.int64) & 0xFFFFFFFF) | (step.to(tl.int64) << 32)
-        tl.store(at + n * 0, word, mask=(n == g) & (lane >= 0))
+        tl.store(at + n * 0, word, mask=(n == g % 8) & (lane >= 0))
 
 
 @triton.jit

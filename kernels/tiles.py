@@ -272,8 +272,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # One tile: the order of a token's sums follows from W.
     "hyper_finish": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
     "moe_gate": {
-        "sm_120": (_gate(8, 1, own=1, tokens=64), _gate(8, 2, nb=4)),
-        "sm_90": (_gate(8, 1, own=1, tokens=64), _gate(8, 2, nb=4)),
+        "sm_120": (_gate(8, 2, tokens=64), _gate(8, 2, nb=4)),
+        "sm_90": (_gate(8, 2, tokens=64), _gate(8, 2, nb=4)),
     },
     # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},

@@ -66,6 +66,17 @@ def test_any_number_of_experts(experts, top_k):
     assert make_case(4, experts=experts, top_k=top_k, hidden=64).fault(tile=tile()) == ""
 
 
+def test_more_experts_than_a_lane_has_words_for():
+    assert make_case(9, experts=300, top_k=4, hidden=64).fault(tile=tile()) == ""
+
+
+@pytest.mark.parametrize("tokens", [3, 12])
+def test_experts_that_are_listed_twice_have_two_rows(tokens):
+    case = make_case(tokens, by_table=True)
+    case.routing["table"][:, 2] = case.routing["table"][:, 0]
+    assert case.fault(tile=tile()) == ""
+
+
 def test_hidden_states_may_be_float32():
     assert make_case(4, dtype=torch.float32).fault(tile=tile(ks=2)) == ""
 
@@ -89,7 +100,7 @@ def test_scores_are_zero_again():
 
 
 def test_what_an_earlier_step_told_is_not_taken_for_this_ones():
-    for tokens, seed in ((30, 0), (12, 1), (30, 2)):
+    for tokens, seed in ((18, 0), (9, 1), (18, 2)):
         assert make_case(tokens, seed=seed).fault(tile=tile()) == ""
 
 
