@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
@@ -153,8 +152,7 @@ class Attention:
         assert turned is not None
         selected, is_finite = None, None
         if self.indexer is not None:
-            selected, is_finite = self.indexer.select(x, latent, batch, rotation, keys=keys, decodes=True)
-            selected = selected.to(torch.int32)
+            selected, is_finite = self.indexer.select_decode(x, latent, decode, rotation, keys=keys)
         out = sparse_attention_decode(
             turned,
             decode,

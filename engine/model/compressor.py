@@ -14,9 +14,10 @@ from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
 from kernels.gemm_decode import linear_decode
 from kernels.indexer import index_entries
+from kernels.indexer_decode import index_query, index_select
 from kernels.norm_rope import rope
 from kernels.quant import hadamard
-from kernels.ragged import RaggedBatch
+from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.rows import Rows, round_trip
 
 QUANTISED_INDEX = ("fp8_index", "fp4_index")
@@ -86,20 +87,31 @@ class Indexer:
         return self.compressor.pooling(x, state=state, pool=keys, rotate=self._rotates(keys))
 
     def select(
-        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows, decodes: bool = False
+        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
     ) -> tuple[Tensor, Tensor]:
         """Return selected [T, K] int64 and is_finite [T]; the keys of this step have been stored."""
         if batch.max_visible(CSA_RATIO) <= self.top_k:
             query = x.new_empty((x.shape[0], self.heads, self.dim))  # every visible entry is taken: nothing is scored
             return index_entries(query, query[..., 0], batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
-        query = self.query(latent, norm=self.query_norm, decodes=decodes)
+        query = self.query(latent, norm=self.query_norm)
         query = rope(query.view(-1, self.heads, self.dim), rotation)
         if self._rotates(keys):
             query = hadamard(query)
         if keys.format in QUANTISED_INDEX:
             query = round_trip(query, keys.format)
-        weight = self.head_weight(x, decodes=decodes).float() * self.scale
+        weight = self.head_weight(x).float() * self.scale
         return index_entries(query, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
+
+    def select_decode(
+        self, x: Tensor, latent: Tensor, batch: DecodeBatch, rotation: Tensor, *, keys: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """Return selected [T, top_k] int32 and is_finite [T] with decode kernels, for keys of a quantised format."""
+        query = self.query(latent, norm=self.query_norm, decodes=True).view(-1, self.heads, self.dim)
+        weight = self.head_weight(x, decodes=True)
+        ready = index_query(
+            query, weight, batch, rotation, fmt=keys.format, scale=self.scale, hadamard=self._rotates(keys)
+        )
+        return index_select(ready, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
     def _rotates(self, keys: Rows) -> bool:
         return self.use_hadamard and keys.format in QUANTISED_INDEX

@@ -11,6 +11,7 @@ import pytest
 import engine.model.attention as attention
 import kernels.gemm_decode as gemm_decode
 import kernels.hyper_connection_decode as hyper_connection_decode
+import kernels.indexer_decode as indexer_decode
 import kernels.moe_decode as moe_decode
 from kernels.tiles import Tile
 
@@ -38,6 +39,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(gemm_decode, "table_tile", lambda arch, tokens, **_: linear)
     tile = moe_cases.make_tile(r=4, rs=4, s=4)
     monkeypatch.setattr(moe_decode, "tile_for", lambda op, arch, *, tokens: tile)
+    monkeypatch.setattr(indexer_decode, "sm_count", lambda _: 1)
     spreads = itertools.count()
     monkeypatch.setattr(hyper_connection_decode, "uses_triton", lambda x: x.shape[0] == 1 and next(spreads) < 4)
     monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, num_warps=1))
