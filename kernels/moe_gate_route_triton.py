@@ -13,58 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton_env import INTERPRETED
+from kernels.moe_gate_await_triton import await_counts, await_scores
 
 ROUTED = tl.constexpr(8)  # tokens of a router
 
-_PLAIN = tl.constexpr(INTERPRETED)
 _LOWEST = tl.constexpr(-(2**31))
 _BYTES = tl.constexpr(0x00FF00FF)  # the even bytes of a word
-
-
-def _await_scores(n: int) -> str:
-    """Return assembly that reads n times eight words, 128 bytes apart, until none of them is 0.
-
-    Operands: the words, n addresses, n numbers of lanes' words from here on that are to come (32 a word; others: 1.0),
-    and what has the right layout for the compiler.
-    """
-    words, places, left = range(8 * n), range(8 * n, 9 * n), range(9 * n, 10 * n)
-    lines = [f".reg .pred again, p<{8 * n}>;", f".reg .b32 m<{8 * n}>;"]
-    lines += [f"setp.gt.s32 p{i}, ${left[i // 8]}, {32 * (i % 8)};" for i in words]
-    lines += [f"mov.b32 ${i}, 0x3F800000;" for i in words]
-    lines += ["ASK:"]
-    lines += [f"@p{i} ld.relaxed.gpu.global.b32 ${i}, [${places[i // 8]} + {128 * (i % 8)}];" for i in words]
-    lines += [f"min.u32 m{i}, ${2 * i}, ${2 * i + 1};" for i in range(4 * n)]
-    lines += [f"min.u32 m{4 * n + i}, m{2 * i}, m{2 * i + 1};" for i in range(4 * n - 1)]
-    return "\n".join(["{", *lines, f"setp.eq.u32 again, m{8 * n - 2}, 0;", "@again bra ASK;", "}"])
-
-
-def _operands(n: int) -> str:
-    return ",".join(["=&r"] * (8 * n) + ["l"] * n + ["r"] * n + ["r"])
-
-
-_ONE, _TWO = tl.constexpr(_await_scores(1)), tl.constexpr(_await_scores(2))
-_OF_ONE, _OF_TWO = tl.constexpr(_operands(1)), tl.constexpr(_operands(2))
-
-# Read two pairs of words until their second ones are $3, if $4 isn't 0; give the first ones, else 0.
-_COUNTS = tl.constexpr("""{
-    .reg .pred wanted, again;
-    .reg .b64 a, b;
-    .reg .b32 step, other;
-    mov.b32 $0, 0;
-    mov.b32 $1, 0;
-    mov.b32 step, $3;
-    mov.b32 other, $3;
-    setp.ne.s32 wanted, $4, 0;
-ASK:
-    @wanted ld.relaxed.gpu.global.v2.b64 {a, b}, [$2];
-    @wanted mov.b64 {$0, step}, a;
-    @wanted mov.b64 {$1, other}, b;
-    setp.ne.u32 again, step, $3;
-    @again bra ASK;
-    setp.ne.u32 again, other, $3;
-    @again bra ASK;
-}""")
 
 
 @triton.jit
@@ -85,31 +39,6 @@ def activate(u):
 
 
 @triton.jit
-def _await(at, left, layout, N: tl.constexpr):
-    """Return 8 N tensors of words: at N addresses and every 32 words from there, once they are stored."""
-    if _PLAIN:
-        words = ()
-        for i in tl.static_range(8 * N):
-            words += (tl.load(at[i // 8] + i % 8 * 32, mask=left[i // 8] > i % 8 * 32, other=0x3F800000),)
-    elif N == 1:
-        words = tl.inline_asm_elementwise(
-            _ONE, _OF_ONE, [at[0].to(tl.int64), left[0], layout],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        words = tl.inline_asm_elementwise(
-            _TWO, _OF_TWO, [at[0].to(tl.int64), at[1].to(tl.int64), left[0], left[1], layout],
-            dtype=(
-                tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
-                tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
-            ),
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    return words
-
-
-@triton.jit
 def _activations(
     part_ptr, lane, t, tokens, rows, layout, SPLIT: tl.constexpr, FILLED: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
@@ -123,7 +52,7 @@ def _activations(
             e = i % EIGHTS * 256 + lane
             at += (part_ptr + ((i // EIGHTS * rows + t) * PADDED + e),)
             left += (tl.where(t < tokens, FILLED - e, 0),)
-        words += _await(at, left, layout, N)
+        words += await_scores(at, left, layout, N)
     a = ()
     for i in tl.static_range(PADDED // 32):
         u = words[i].to(tl.float32, bitcast=True)
@@ -246,14 +175,7 @@ def _hear(count_ptr, lane, n, router, step, layout, FIRST: tl.constexpr, WORDS: 
         other = turn * 8 + n
         at = count_ptr + ((other * WORDS + FIRST) * 32 + lane * 2)
         wanted = (other < router) & (lane >= 0)
-        if _PLAIN:
-            a = tl.load(at, mask=wanted, other=0).to(tl.int32)
-            b = tl.load(at + 1, mask=wanted, other=0).to(tl.int32)
-        else:
-            a, b = tl.inline_asm_elementwise(
-                _COUNTS, "=&r,=&r,l,r,r,r", [at.to(tl.int64), step, wanted.to(tl.int32), layout],
-                dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-            )  # fmt: skip
+        a, b = await_counts(at, wanted, step, layout)
         one += _spread(a)
         two += _spread(b)
     return tl.sum(one, 1)[:, None], tl.sum(two, 1)[:, None]
