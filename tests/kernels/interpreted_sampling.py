@@ -84,10 +84,24 @@ def test_a_token_behind_two_of_its_block_that_are_not_kept():
     assert case.run(tile=cases.make_tile()).tokens.tolist() == [third]
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.6, 0.9])
+def test_equals_of_a_candidate_come_before_it_if_their_ids_are_lower(top_p):
+    """All tokens are equal, so that the kept ones are the first: shares of 32 tokens, 16 at a time."""
+    case = make_case([{"top_p": top_p}] * 4, vocab=200, kind="equal", seed=5)
+    got = case.run(tile=cases.make_tile()).tokens
+    assert case.token_fault(got) == ""
+    assert int(got.max()) < top_p * 200
+
+
+def test_a_tile_whose_runs_have_more_tokens_than_a_word_of_a_mask_is_refused():
+    with pytest.raises(ValueError, match="64 tokens in a row"):
+        make_case([{}], vocab=200).run(tile=cases.make_tile(e=64))
+
+
 def test_a_row_has_the_same_bits_however_many_programs_share_it():
     rows = [KINDS["top-p"], KINDS["low top-p"], KINDS["min-p and top-p"], KINDS["top-k"] | {"num_logprobs": 3}]
     case = make_case(rows, vocab=150, num_top=3, penalties=True)
-    alone, shared = (case.run(tile=cases.make_tile(resident=resident)) for resident in (0, 2))
+    alone, shared = (case.run(tile=cases.make_tile(scans=programs, resident=programs)) for programs in (0, 2))
     for name in ("tokens", "logprob", "top_ids", "top_logprobs"):
         assert torch.equal(getattr(alone, name), getattr(shared, name)), name
 
