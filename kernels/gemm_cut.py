@@ -74,6 +74,8 @@ def fit_few(
     c["ONCE"] = int(share == c["DEPTH"])
     is_even = shift == 0 and channels * unit == 128 * share * taken and share % c["DEPTH"] == 0
     c["EVEN"] = int(is_even and rows % high == 0)
+    # Fewer registers make room for a second program, which helps only where there are more than multiprocessors.
+    c["LEAN"] = int(tile.constants["REGISTERS"] > 0 and c["R"] == 1 and c["EVEN"])
     return c
 
 

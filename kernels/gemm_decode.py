@@ -234,7 +234,7 @@ def _launch(
         is_split=quantize or norm is None, is_wide=x.dtype == torch.float32 and not quantize, shift=offset[1],
     )  # fmt: skip
     if few and offset[0] % 16:
-        cut["EVEN"] = 0
+        cut["LEAN"] = 0
     splits = cut.pop("SPLIT")
     high, wide = span(cut)
     grid = (-(-rows // high), groups * splits, -(-tokens // wide))

@@ -80,14 +80,15 @@ def few_kernel(
     out_ptr, x_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride, eps,
     rows, pieces, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr,
-    DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, LEAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, group rows + row] = sum over the channels, pieces of 16 bytes.
 
     Grid (tiles of 16 R RS rows, groups x splits, 8 NB tokens). Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows
     and every KS-th chunk of 128 bytes; DEPTH chunks are on their way at a time.   SHARES: most splits.   ONCE: a warp
-    has DEPTH chunks and no more.   EVEN: every tile has its rows, and one row of scales; every warp of every split has
-    as many chunks.
+    has DEPTH chunks and no more.   EVEN: every tile has its rows, every warp of every split as many chunks.
+    LEAN: even, R 1, and every tile has one row of scales, which is then read once.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,7 +114,7 @@ def few_kernel(
     row = tile[None, :, :, None] * 16 + half
     # The scales' rows, in the order of the sums.
     line = group * rows + row_shift + tile * 16
-    if EVEN and R == 1:
+    if LEAN:
         line = line // 128  # one for all of a tile
     else:
         line = tl.reshape((line[:, :, None] + tl.arange(0, 16)[None, None, :]) // 128, (W, 16 * R))

@@ -153,7 +153,7 @@ def index_query(
     values = torch.empty((tokens, heads, dim), dtype=dtype, device=q.device)
     folded = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens:
-        tile = tile or tile_for(QUERY, arch_of(q.device), tokens=tokens)
+        tile = tile or tile_for(QUERY, arch_of(q.device), hadamard=int(hadamard))
         block = tile.constants["BLOCK_H"]
         pdl, launch = _launch(q.device)
         query_kernel[(tokens, cdiv(heads, block))](
@@ -383,15 +383,15 @@ _SHIPPED = [
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate: DeepSeek-V4-Flash's indexer."""
     found = []
-    for tile in tiles_of(QUERY, arch):
-        for fmt, hadamard in (("fp8_index", False), ("fp4_index", True)):
-            signature = dict.fromkeys(query_kernel.arg_names, "*fp32") | {"q_ptr": "*bf16", "weight_ptr": "*bf16"}
-            signature |= {"out_ptr": "*i16" if fmt == "fp8_index" else "*fp16", "sequence_ptr": "*i32"}
-            signature |= {"scale": "fp32", "stride_q": "i32", "stride_w": "i32"}
-            constants: dict[str, Any] = {"H": 64, "D": 128, "ROPE": 64, "FORMAT": FORMATS[fmt], "HADAMARD": hadamard}
-            constants |= {"BLOCK_H": tile.constants["BLOCK_H"], "PDL": True}
-            size = tile.constants["BLOCK_H"] * (384 if fmt == "fp8_index" else 512)
-            found.append(_variant(QUERY, query_kernel, signature, constants, tile, (), ("stride_q", "stride_w"), size))
+    for fmt, hadamard in (("fp8_index", False), ("fp4_index", True)):
+        tile = tile_for(QUERY, arch, hadamard=int(hadamard))
+        signature = dict.fromkeys(query_kernel.arg_names, "*fp32") | {"q_ptr": "*bf16", "weight_ptr": "*bf16"}
+        signature |= {"out_ptr": "*i16" if fmt == "fp8_index" else "*fp16", "sequence_ptr": "*i32"}
+        signature |= {"scale": "fp32", "stride_q": "i32", "stride_w": "i32"}
+        constants: dict[str, Any] = {"H": 64, "D": 128, "ROPE": 64, "FORMAT": FORMATS[fmt], "HADAMARD": hadamard}
+        constants |= {"BLOCK_H": tile.constants["BLOCK_H"], "PDL": True}
+        size = tile.constants["BLOCK_H"] * (384 if fmt == "fp8_index" else 512)
+        found.append(_variant(QUERY, query_kernel, signature, constants, tile, (), ("stride_q", "stride_w"), size))
     for fmt, heads, dim, rows, queries, tokens in _SHIPPED:
         tile = tile_for(LOGITS, arch, queries=queries, fp4=int(fmt == "fp4_index"))
         signature = dict.fromkeys(logits_kernel.arg_names, "*i32") | dict.fromkeys(INTEGERS, "i32")

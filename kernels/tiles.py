@@ -176,8 +176,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _few(8, depth=4, mib=15),
             _few(8, depth=4, registers=128, row_bytes=4096, tokens=8, mib=16),
             _few(4, registers=128, row_bytes=4096, tokens=8),
-            _few(8, registers=128, row_bytes=8192, tokens=8, mib=32),
-            _few(8, mib=64),
+            _few(8, registers=128, row_bytes=8192, mib=64),
             _few(4, rs=2),
         ),
     },
@@ -279,12 +278,17 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},
     "indexer_query": {
         "sm_120": (Tile({"BLOCK_H": 8}, num_warps=4),),
-        "sm_90": (Tile({"BLOCK_H": 8}, num_warps=4),),
+        "sm_90": (Tile({"BLOCK_H": 8}, num_warps=2, upto={"hadamard": 0}), Tile({"BLOCK_H": 2}, num_warps=1)),
     },
     # queries: tokens of a sequence that are scored together.
     "indexer_logits": {
         "sm_120": (_logits(64, stages=3, resident=3, queries=1), _logits(64, stages=3, resident=1, warps=8)),
-        "sm_90": (_logits(64, stages=4, resident=3, queries=1), _logits(64, stages=4, resident=2, warps=8)),
+        "sm_90": (
+            _logits(64, stages=4, resident=4, queries=1, fp4=0),
+            _logits(64, stages=4, resident=3, queries=1),
+            _logits(64, stages=3, resident=3, queries=2),
+            _logits(64, stages=4, resident=2, warps=8),
+        ),
     },
     # CHUNK: scores that one program looks over; a longer row is shared.
     "indexer_top_k": {
