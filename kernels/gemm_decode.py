@@ -315,6 +315,8 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
     (1, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
     (1, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
+    (1, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
+    (1, 8192, 4096, _FP8, "*bf16", "*bf16", False, False),
     (1, 1024, 4096, _FP8, "*bf16", "*bf16", False, False),  # programs share the channels
     (1, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
     (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
@@ -323,6 +325,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
     (16, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (16, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
+    (16, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
     (16, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
     (16, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (32, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),

@@ -114,10 +114,9 @@ def few_kernel(
     row = tile[None, :, :, None] * 16 + half
     # The scales' rows, in the order of the sums.
     line = group * rows + row_shift + tile * 16
-    if LEAN:
-        line = line // 128  # one for all of a tile
-    else:
-        line = tl.reshape((line[:, :, None] + tl.arange(0, 16)[None, None, :]) // 128, (W, 16 * R))
+    if not LEAN:
+        line = tl.reshape(line[:, :, None] + tl.arange(0, 16)[None, None, :], (W, 16 * R))
+    line = line // 128
     if not EVEN:
         line = tl.minimum(line, (group * rows + row_shift + rows - 1) // 128)
     weights, scales = (), ()
