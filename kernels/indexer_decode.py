@@ -10,8 +10,8 @@ finite has read a key that was never written: it is reported in `sound`, and nob
 block table ends too early, and one whose scores had no room.
 
 Kernels: query_kernel; logits_kernel writes scores as tiles of BLOCK_N, those of one token together, tokens in order;
-top_k_kernel finds thresholds by counting. Grids are fixed by the device alone, and programs share what there really is
-to do: time follows the tokens' true lengths, which are read on the device, never the longest that is allowed. Scores
+top_k_kernel finds the k-th best by counting in bins. Grids are fixed by the device alone, and programs share what there
+really is to do: time follows the tokens' true lengths, read on the device, never the longest that is allowed. Scores
 take 4 bytes a visible entry, at most WORKSPACE_SCORES of them (64 MiB: 64 tokens at 2^20 positions), or what the block
 table can hold if that is less; parts of long rows 8 bytes x k for every CHUNK scores, and a CHUNK for every token.
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from kernels.indexer import select_top_k_reference
+from kernels.indexer_board_triton import MOST_BINS
 from kernels.indexer_query_triton import query_kernel
 from kernels.indexer_topk_triton import INTEGERS as TOP_K_INTEGERS
 from kernels.indexer_topk_triton import top_k_kernel
@@ -273,7 +274,8 @@ def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: in
 def top_k_of_rows(scores: Tensor, lengths: Tensor, k: int, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Return (selected [T, k] int32, sound [T] bool) of scores [T, L] float32, whose first lengths[t] int32 count.
 
-    The selection of index_select as an operation of its own; sound: all that counts is finite.
+    The selection of index_select as an operation of its own; sound: all that counts is finite. Lengths are read early,
+    as index_select reads the batch.
     """
     if scores.dim() != 2 or scores.dtype != torch.float32 or (scores.numel() and scores.stride(1) != 1):
         raise ValueError(f"scores {tuple(scores.shape)} {scores.dtype}: wanted float32 rows")
@@ -324,7 +326,9 @@ def _logits_constants(fmt: str, heads: int, dim: int, rows: int, queries: int, t
 
 def _top_k_constants(k: int, tile: Tile) -> dict[str, int]:
     chunk = max(tile.constants["CHUNK"], int(next_power_of_2(2 * k)))
-    return {"K": k, "KP": int(next_power_of_2(k)), "TILE": tile.constants["TILE"], "CHUNK": chunk}
+    threads = 32 * tile.num_warps
+    sizes = {"TILE": max(tile.constants["TILE"], 4 * threads), "CHUNK": chunk, "BINS": min(4 * threads, MOST_BINS)}
+    return {"K": k, "KP": int(next_power_of_2(k)), **sizes}
 
 
 def _padded_tokens(tokens: int) -> int:
