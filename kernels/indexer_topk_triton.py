@@ -142,8 +142,10 @@ def _nth_of_bin(
 
 @triton.jit
 def _search(value_ptr, n, board, K: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """Return (bar, need, taken, is_finite): of n values the `taken` above the bar, and the first `need` equal to it."""
-    start(board, BINS)
+    """Return (bar, need, taken, is_finite): of n values those above the bar and the first `need` equal to it are taken.
+
+    The board has been made ready.
+    """
     lo, hi, valid = _extremes(value_ptr, n, board, TILE, PADDED)
     is_finite = (valid == n) & (hi < _INFINITY)
     taken = tl.minimum(valid, K)
@@ -273,6 +275,7 @@ def top_k_kernel(
     totals = tl.cumsum(tl.where(t < tokens, parts, 0), 0)
     total = tl.max(totals, 0)
     board = board_of(tl.program_id(0))
+    start(board, BINS)
     item = tl.program_id(0)
     found = _item(item, lengths, begins, totals, tokens, IN_ROWS, K, CHUNK, TOKENS)
     if PDL:
@@ -312,8 +315,11 @@ def top_k_kernel(
                     values = part_value_ptr + base.to(tl.int64) * K
                     ids = part_id_ptr + base.to(tl.int64) * K
                     n = count * K
+                    start(board, BINS)
                     bar, need, taken, _is_all = _search(values, n, board, K, BINS, TILE, False)
                     _write(values, ids, n, 0, bar, need, taken, board, None, out, K, KP, TILE, False)
                     tl.store(sound_ptr + token, (done < _BAD).to(tl.int8))
         item += tl.num_programs(0)
         found = _item(item, lengths, begins, totals, tokens, IN_ROWS, K, CHUNK, TOKENS)
+        if item < total:
+            start(board, BINS)

@@ -294,8 +294,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     # CHUNK: scores that one program looks over; a longer row is shared.
     "indexer_top_k": {
-        "sm_120": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=16),),
-        "sm_90": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=16),),
+        "sm_120": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=8),),
+        "sm_90": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=8),),
     },
     "cache_write": {
         "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),

@@ -50,6 +50,10 @@ def score_rows() -> dict[str, torch.Tensor]:
     wide = torch.randn(4096, generator=draw) * torch.exp2(torch.randint(-140, 127, (4096,), generator=draw).float())
     infinite = torch.randn(2000, generator=draw)
     infinite[[5, 1999]] = math.inf
+    outliers = torch.randn(2000, generator=draw)
+    outliers[[3, 77]] = torch.tensor([1e30, -1e30])
+    both = torch.randn(1500, generator=draw)
+    both[::3], both[1::3] = math.inf, -math.inf
     return {
         "crowded": permuted(1 + i * 2.0**-20),
         "seven levels": permuted(1 + (i % 7) * 2.0**-20),
@@ -65,6 +69,8 @@ def score_rows() -> dict[str, torch.Tensor]:
         "zeros and denormals": torch.tensor([0.0, -0.0, 1e-42, -1e-42]).repeat(256),
         "every exponent": wide,
         "infinite": infinite,
+        "outliers": outliers,
+        "both infinities": both,
         "ascending": torch.arange(5000.0),
         "largest floats": torch.tensor([-3.4e38, 3.4e38, 1.0]).repeat(400),
     }
