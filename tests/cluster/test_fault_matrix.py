@@ -102,8 +102,8 @@ SAMPLES = {
 
 # Over ucxx UCX takes TCP inside a host too, which has to be allowed.
 LANES: dict[str, dict[str, Any]] = {"nixl": {}, "host": {}, "ucxx": {"allow_tcp": True}}
-# of the samples, those that strike while bytes move
-SAMPLES_OF_OTHER_LANES = ("kill-prefill-at-kv_mid", "stop-decode-at-kv_notified_before_first_token")
+# of the samples, the one that strikes while bytes move
+SAMPLES_OF_OTHER_LANES = ("kill-prefill-at-kv_mid",)
 
 
 def parameters() -> list[Any]:

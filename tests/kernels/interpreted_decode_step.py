@@ -45,12 +45,13 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, num_warps=1))
 
 
-def test_steps_of_two_and_of_one_token_choose_as_golden(tmp_path, monkeypatch):
-    # The prompt's nine tokens run as six, of which the experts alone take kernels (the interpreter takes a second for
-    # each token), two, and one.
+# How many of the prompt's nine tokens run in one step, of which the experts alone take kernels: the interpreter takes a
+# second for each token. The others follow in steps of two and of one, or of one.
+@pytest.mark.parametrize("chunk", [8, pytest.param(6, marks=pytest.mark.long)])
+def test_steps_of_few_tokens_choose_as_golden(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(attention, "DECODE_TOKENS", 2)
     checkpoint = geo.write_checkpoint(tmp_path / "geo")
-    step, *others = geo.run(checkpoint, device="cpu", dtype="float32", index="fp4", lengths=(9,), steps=1, chunk=6)
+    step, *others = geo.run(checkpoint, device="cpu", dtype="float32", index="fp4", lengths=(9,), steps=1, chunk=chunk)
     assert (others, step.fault) == ([], "")
     # More than nothing, so the kernels did run. At position 7 two experts of layer 1 score alike but for 0.002, and
     # their rounding of the queries chooses the other one: 0.14 from there on.

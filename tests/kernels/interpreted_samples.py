@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -15,7 +17,18 @@ def small(which: str) -> list[Bench]:
     return [one for one in collect(which) if one.bytes < SMALL[which]]
 
 
-@pytest.mark.parametrize("sample", small("samples"), ids=lambda one: f"{one.op} {one.shape}")
+def samples() -> list:
+    """Return the samples, all but two of each operation as long tests."""
+    of_op: Counter[str] = Counter()
+    found = []
+    for one in small("samples"):
+        of_op[one.op] += 1
+        marks = pytest.mark.long if of_op[one.op] > 2 else ()
+        found.append(pytest.param(one, marks=marks, id=f"{one.op} {one.shape}"))
+    return found
+
+
+@pytest.mark.parametrize("sample", samples())
 def test_sample_runs_and_stays_inside_its_tensors(sample: Bench):
     sample.make(torch.device("cpu"), 0)()
 

@@ -12,10 +12,15 @@ import pytest
 
 HERE = Path(__file__).parent
 # Of kernels that nothing calls yet: their samples, and what the gate says, are looked at in every run.
-UNCALLED = ("interpreted_indexer", "interpreted_sampling")
+UNCALLED = ("interpreted_sampling",)
+# Some of these files' tests are long; a run of its own has those.
+PARTLY_LONG = ("interpreted_decode_step", "interpreted_indexer", "interpreted_samples")
 MODULES = [
-    pytest.param(path.stem, marks=pytest.mark.long if path.stem in UNCALLED else ())
-    for path in sorted(HERE.glob("interpreted_*.py"))
+    *(
+        pytest.param(path.stem, "not long", marks=pytest.mark.long if path.stem in UNCALLED else (), id=path.stem)
+        for path in sorted(HERE.glob("interpreted_*.py"))
+    ),
+    *(pytest.param(name, "long", marks=pytest.mark.long, id=f"{name}-long") for name in PARTLY_LONG),
 ]
 
 
@@ -31,14 +36,17 @@ def interp() -> ModuleType:
 @pytest.fixture(scope="module")
 def runs(interp, request):
     """Return the run of each module as a future. All begin at once, two at a time: most of a run is imports."""
-    wanted = [item.callspec.params["module"] for item in request.session.items if "runs" in item.fixturenames]
+    items = [item.callspec.params for item in request.session.items if "runs" in item.fixturenames]
+    wanted = [(params["module"], params["which"]) for params in items]
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(interp.run, HERE / f"{name}.py") for name in wanted}
+        yield {(name, which): pool.submit(interp.run, HERE / f"{name}.py", "-m", which) for name, which in wanted}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_kernels_agree_with_their_references(module: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]):
-    done = runs[module].result()
+@pytest.mark.parametrize(("module", "which"), MODULES)
+def test_kernels_agree_with_their_references(
+    module: str, which: str, runs: dict[tuple[str, str], Future[subprocess.CompletedProcess[str]]]
+):
+    done = runs[module, which].result()
     assert done.returncode == 0, f"TRITON_INTERPRET=1 pytest tests/kernels/{module}.py\n{done.stdout[-8000:]}"
 
 
