@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kernels.indexer_board_triton import (
     LIST,
+    NO_BIN,
     PLAIN,
     add,
     board_of,
@@ -68,10 +69,10 @@ def _greater(a, b):
 
 
 @triton.jit
-def _place(x, lo, hi, is_even, scale, shift, BINS: tl.constexpr):
+def _place(x, lo, hi, is_even, scale, shift):
     """Return the bins of values with keys from lo to hi, highest first: higher values, no later bins.
 
-    Others have none: not one of 0 to BINS - 1.
+    Others have NO_BIN or a greater number.
     is_even: as even parts of the values, of which `scale` are in a unit; none is above hi, and -inf is the only one
     below lo. Else as parts of 2^shift keys.
     """
@@ -82,7 +83,7 @@ def _place(x, lo, hi, is_even, scale, shift, BINS: tl.constexpr):
         key = key_of(x)
         inside = (x > -float("inf")) & (key >= lo) & (key <= hi)
         place = ((hi - key).to(tl.uint32, bitcast=True) >> shift).to(tl.int32)
-        place = tl.where(inside, place, BINS)
+        place = tl.where(inside, place, NO_BIN)
     return place
 
 
@@ -111,14 +112,14 @@ def _wider(least_a, most_a, least_b, most_b):
 
 @triton.jit
 def _extremes_of_bin(
-    value_ptr, n, lo, hi, is_even, scale, shift, home, BINS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
+    value_ptr, n, lo, hi, is_even, scale, shift, home, TILE: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Return the least and the greatest key of the values in bin `home`."""
     least = tl.full((TILE,), _MOST, tl.int32)
     most = tl.full((TILE,), _LEAST, tl.int32)
     for first in range(0, n, TILE):
         x = _read(value_ptr, first + tl.arange(0, TILE), n, PADDED)
-        inside = _place(x, lo, hi, is_even, scale, shift, BINS) == home
+        inside = _place(x, lo, hi, is_even, scale, shift) == home
         key = key_of(x)
         least = tl.minimum(least, tl.where(inside, key, _MOST))
         most = tl.maximum(most, tl.where(inside, key, _LEAST))
@@ -127,15 +128,14 @@ def _extremes_of_bin(
 
 @triton.jit
 def _nth_of_bin(
-    value_ptr, n, lo, hi, is_even, scale, shift, home, count, need, board,
-    BINS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+    value_ptr, n, lo, hi, is_even, scale, shift, home, count, need, board, TILE: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Return (the key of the need-th greatest of the `count` in bin `home`, how many are greater); LIST at most."""
     keys = tl.full((LIST,), _LEAST, tl.int32)
     listed = 0
     for first in range(0, n, TILE):
         x = _read(value_ptr, first + tl.arange(0, TILE), n, PADDED)
-        bins = _place(x, lo, hi, is_even, scale, shift, BINS)
+        bins = _place(x, lo, hi, is_even, scale, shift)
         keys, listed = note(board, keys, listed, x, bins, home)
     return nth_listed(board, keys, count, need)
 
@@ -164,17 +164,17 @@ def _search(value_ptr, n, board, K: tl.constexpr, BINS: tl.constexpr, TILE: tl.c
         counts = tl.zeros((BINS,), tl.int32) if PLAIN else 0
         for first in range(0, n, TILE):
             x = _read(value_ptr, first + tl.arange(0, TILE), n, PADDED)
-            counts = add(board, counts, _place(x, lo, hi, is_even, scale, shift, BINS), BINS)
+            counts = add(board, counts, _place(x, lo, hi, is_even, scale, shift), BINS)
         home, before, count = find(board, counts, need, BINS)
         need -= before
         if count <= LIST:
             lo, before = _nth_of_bin(
-                value_ptr, n, lo, hi, is_even, scale, shift, home, count, need, board, BINS, TILE, PADDED
+                value_ptr, n, lo, hi, is_even, scale, shift, home, count, need, board, TILE, PADDED
             )
             hi = lo
             need -= before
         else:
-            lo, hi = _extremes_of_bin(value_ptr, n, lo, hi, is_even, scale, shift, home, BINS, TILE, PADDED)
+            lo, hi = _extremes_of_bin(value_ptr, n, lo, hi, is_even, scale, shift, home, TILE, PADDED)
             is_even = n < 0
             clear(board, BINS)
     return tl.where(is_full, _value(lo), -float("inf")), need, taken, is_finite
