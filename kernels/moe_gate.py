@@ -100,9 +100,8 @@ def route_by_gate(
     x_many = empty(tokens, hidden, dtype=f16) if constants["GROUPED"] and out.x_many is None else out.x_many
     pdl = HAS_PDL(device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    groups, tiles = cdiv(tokens, 8 * constants["NB"]), cdiv(experts, 16 * constants["RB"])
-    routers = 0 if constants["OWN"] else cdiv(tokens, 8)
-    gate_kernel[(groups * tiles * constants["SPLIT"] + routers,)](
+    programs = cdiv(tokens, 8 * constants["NB"]) * cdiv(experts, 16) * constants["SPLIT"]
+    gate_kernel[(programs + cdiv(tokens, 8),)](
         x, gate, bias, table, token_ids, sequence, out.ids, out.weights, out.rank, out.token, out.weight, out.first,
         out.active, *_scratch(device, constants["PADDED"]), out.x, x_many, tokens,
         MANY if tokens > MANY else MAX_TOKENS * top_k, scaling,
@@ -114,12 +113,11 @@ def route_by_gate(
 def _constants(tile: Tile, tokens: int, *, experts: int, hidden: int, top_k: int) -> dict[str, int]:
     """Return the constants of the kernel.
 
-    KS: warps that share channels, SPLIT: programs; NB: eights of tokens, RB: 16s of experts of a program.   OWN: the
-    last program of eight tokens routes them, after its own products; else there are programs for it.
+    KS: warps that share channels, SPLIT: programs; NB: eights of tokens of a program.
     """
     c = dict(tile.constants)
-    if c["SPLIT"] > MAX_SPLIT or (c["OWN"] and c["NB"] > 1):
-        raise ValueError(f"tile {c}: wanted SPLIT of at most {MAX_SPLIT}, and NB of 1 with OWN")
+    if c["SPLIT"] > MAX_SPLIT:
+        raise ValueError(f"tile {c}: wanted SPLIT of at most {MAX_SPLIT}")
     return c | {
         "E": experts,
         "K": hidden,

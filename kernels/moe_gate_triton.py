@@ -40,17 +40,17 @@ def _zero_after_all():
 
 @triton.jit
 def _products(
-    weights, xs, zero, BEGIN: tl.constexpr, COUNT: tl.constexpr, KS: tl.constexpr, RB: tl.constexpr, NB: tl.constexpr
+    weights, xs, zero, BEGIN: tl.constexpr, COUNT: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr
 ):  # fmt: skip
     """Return the sum of COUNT products, by halves: a tensor core takes long to add to what it has just given."""
     if COUNT <= 2:
-        total = multiply(weights[BEGIN], xs[BEGIN], KS, RB, NB, BF16) + zero
+        total = multiply(weights[BEGIN], xs[BEGIN], KS, 1, NB, BF16) + zero
         for d in tl.static_range(BEGIN + 1, BEGIN + COUNT):
-            total += multiply(weights[d], xs[d], KS, RB, NB, BF16)
+            total += multiply(weights[d], xs[d], KS, 1, NB, BF16)
     else:
         HALF: tl.constexpr = COUNT // 2
-        total = _products(weights, xs, zero, BEGIN, HALF, KS, RB, NB)
-        total += _products(weights, xs, zero, BEGIN + HALF, COUNT - HALF, KS, RB, NB)
+        total = _products(weights, xs, zero, BEGIN, HALF, KS, NB)
+        total += _products(weights, xs, zero, BEGIN + HALF, COUNT - HALF, KS, NB)
     return total
 
 
@@ -73,11 +73,11 @@ def _convert(x_ptr, few_ptr, many_ptr, piece, size, CONVERTED: tl.constexpr):
 def gate_kernel(
     x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr, rank_ptr, token_ptr,
     weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr, tokens, many, scaling,
-    E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr,
-    SPLIT: tl.constexpr, OWN: tl.constexpr, GROUPED: tl.constexpr, CONVERTED: tl.constexpr, PADDED: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr,
+    SPLIT: tl.constexpr, GROUPED: tl.constexpr, CONVERTED: tl.constexpr, PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (group of 8 NB tokens, share of the channels, 16 RB experts); they convert activations, too.
+    """Programs (group of 8 NB tokens, share of the channels, 16 experts), which convert activations, too; then routers.
 
     KS: warps that share a program's channels.   GROUPED: there is more than one router.   many: rows beyond which an
     expert has many.   part [SPLIT, tokens of all groups, PADDED]: zeros, again in the end.   count, step: see route.
@@ -85,7 +85,7 @@ def gate_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     N: tl.constexpr = 8 * NB
-    ROWS: tl.constexpr = 16 * RB
+    ROWS: tl.constexpr = 16
     TILES: tl.constexpr = (E + ROWS - 1) // ROWS
     CHUNKS: tl.constexpr = K // 64
     SHARE: tl.constexpr = (CHUNKS + KS * SPLIT - 1) // (KS * SPLIT)
@@ -94,19 +94,12 @@ def gate_kernel(
     program = tl.program_id(0)
     programs, routers = groups * (TILES * SPLIT), (tokens + ROUTED - 1) // ROUTED
     router = program - programs
-    others = programs
-    if OWN:
-        router += routers
-        if programs > routers:
-            others -= routers
-    if OWN:
-        known = prepare(bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, router, tokens, E, TOP_K, PADDED)
     if program < programs:
         # Neighbours share weights: of all groups, the same experts.
         group, tile, split = program % groups, program // groups % TILES, program // groups // TILES
         chunk = split * (SHARE * KS) + tl.arange(0, KS)
         half = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * 8
-        row = tl.broadcast_to(tile * ROWS + tl.arange(0, RB)[None, None, :, None] * 16 + half, (8, KS, RB, 2))
+        row = tl.broadcast_to(tile * ROWS + half, (8, KS, 1, 2))
         weights = ()
         for d in tl.static_range(SHARE):
             weights += (lane_weights(w_ptr, row, chunk, d * KS, True, E, K, 0, BF16, EVEN),)
@@ -119,7 +112,7 @@ def gate_kernel(
         zero = 0.0
         if NB <= 2:  # not before all have been asked for: the compiler would wait for the first ones in between
             zero = _zero_after_all()
-        total = _products(weights, xs, zero, 0, SHARE, KS, RB, NB)
+        total = _products(weights, xs, zero, 0, SHARE, KS, NB)
         u = tl.sum(tl.reshape(tl.permute(total, (0, 2, 1)), (KS, N * ROWS)), 0)
         bits = (activate(u) if SPLIT == 1 else u).to(tl.int32, bitcast=True)
         bits = tl.where(bits == 0, _MINUS_ZERO, bits)
@@ -127,14 +120,12 @@ def gate_kernel(
         t = group * N + i // ROWS
         at = (split * (groups * N) + t) * PADDED + tile * ROWS + i % ROWS
         tl.store(part_ptr + at, bits, mask=t < tokens)
-        if program < others:
-            for piece in range(program, (tokens * K + CONVERTED - 1) // CONVERTED, others):
-                _convert(x_ptr, few_ptr, many_ptr, piece, tokens * K, CONVERTED)
-    if router >= 0:
-        if not OWN:
-            known = prepare(bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, router, tokens, E, TOP_K, PADDED)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
+        for piece in range(program, (tokens * K + CONVERTED - 1) // CONVERTED, programs):
+            _convert(x_ptr, few_ptr, many_ptr, piece, tokens * K, CONVERTED)
+    else:
+        known = prepare(bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, router, tokens, E, TOP_K, PADDED)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         route(
             known, ids_ptr, weights_ptr, rank_ptr, token_ptr, weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr,
             step_ptr, router, routers, tokens, groups * N, many, scaling, E, TOP_K, SPLIT, TILES * ROWS, GROUPED,

@@ -137,9 +137,9 @@ def _spread(warps: int, spans: int, **upto: int) -> Tile:
     return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
 
 
-def _gate(ks: int, split: int, *, nb: int = 1, rb: int = 1, own: int = 0, converted: int = 1024, **upto: int) -> Tile:
+def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: int) -> Tile:
     """A tile of the gate; moe_gate._constants says what the constants mean. converted: activations of a program."""
-    constants = {"KS": ks, "SPLIT": split, "NB": nb, "RB": rb, "OWN": own, "CONVERTED": converted}
+    constants = {"KS": ks, "SPLIT": split, "NB": nb, "CONVERTED": converted}
     return Tile(constants, num_warps=ks, num_stages=1, upto=upto)
 
 
@@ -273,8 +273,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # One tile: the order of a token's sums follows from W.
     "hyper_finish": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
     "moe_gate": {
-        "sm_120": (_gate(8, 2, tokens=64), _gate(8, 2, nb=4)),
-        "sm_90": (_gate(8, 2, tokens=64), _gate(8, 2, nb=4)),
+        "sm_120": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
+        "sm_90": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
     },
     # One tile: a row's sums, and with them its near ties, must not depend on how many rows there are.
     "sampling": {"sm_120": (_sampling(),), "sm_90": (_sampling(),)},

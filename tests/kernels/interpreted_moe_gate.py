@@ -46,10 +46,7 @@ def test_any_number_of_tokens(tokens, by_table):
 
 @pytest.mark.parametrize(
     "design",
-    [
-        *(tile(ks=2, split=2), tile(ks=4, split=3), tile(nb=2), tile(ks=2, nb=4), tile(ks=8, split=8)),
-        *(tile(own=1), tile(ks=2, split=2, own=1), tile(rb=2, split=2)),
-    ],
+    [tile(ks=2, split=2), tile(ks=4, split=3), tile(nb=2), tile(ks=2, nb=4), tile(ks=8, split=8)],
     ids=lambda t: str(list(t.constants.values())),
 )
 def test_every_way_to_cut(design):
@@ -104,17 +101,16 @@ def test_what_an_earlier_step_told_is_not_taken_for_this_ones():
         assert make_case(tokens, seed=seed).fault(tile=tile()) == ""
 
 
-@pytest.mark.parametrize("options", [{"split": 9}, {"nb": 2, "own": 1}])
-def test_tiles_that_cannot_work_are_refused(options):
-    with pytest.raises(ValueError, match="wanted SPLIT of at most 8, and NB of 1 with OWN"):
-        make_case(2).run(tile=tile(**options))
+def test_a_tile_that_splits_into_more_than_there_is_room_for_is_refused():
+    with pytest.raises(ValueError, match="wanted SPLIT of at most 8"):
+        make_case(2).run(tile=tile(split=9))
 
 
 def test_a_tokens_bits_are_those_it_has_alone():
     case = make_case(20, hidden=256, padding=1)
-    whole = case.run(tile=tile(ks=2, own=1))
+    whole = case.run(tile=tile(ks=2))
     case.x, case.routing["sequence"] = case.x[:1], case.routing["sequence"][:1]
-    alone = case.run(tile=tile(ks=2, own=1))
+    alone = case.run(tile=tile(ks=2))
     assert torch.equal(alone.ids, whole.ids[:1]) and torch.equal(alone.weights, whole.weights[:1])
 
 

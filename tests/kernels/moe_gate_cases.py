@@ -102,9 +102,9 @@ def make_case(
     return Case(x.to(dtype), gate.to(torch.bfloat16), routing)
 
 
-def make_tile(ks=1, split=1, nb=1, rb=1, own=0, converted=256) -> Tile:
+def make_tile(ks=1, split=1, nb=1, converted=256) -> Tile:
     """Return a tile; moe_gate._constants says what the constants mean."""
-    return Tile({"KS": ks, "SPLIT": split, "NB": nb, "RB": rb, "OWN": own, "CONVERTED": converted}, num_warps=ks)
+    return Tile({"KS": ks, "SPLIT": split, "NB": nb, "CONVERTED": converted}, num_warps=ks)
 
 
 def _routing_fault(got: Routing, wanted: Routing) -> str:
