@@ -214,6 +214,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _held(64, 32, 16, least=16, tokens=64, mib=8, row_bytes=2048),
             _held(128, 32, 8, tokens=32, mib=8),
             _held(64, 64, 8, tokens=64, mib=8),
+            _linear(128, 64, stages=5, tokens=64, mib=24, row_bytes=1024),
             _linear(128, 64, tokens=64, row_bytes=1024),
             _linear(64, 64, stages=8, split=2, tokens=64),
             _linear(128, 128, warps=8, stages=4, split=1),
