@@ -1,12 +1,13 @@
-"""Numerics of the Triton kernels in the CPU interpreter: every interpreted_*.py in a process of its own (interp.py)."""
+"""Numerics of the Triton kernels in the CPU interpreter: every interpreted_*.py in a process of its own (interp.py).
+
+conftest.py begins them when tests have been collected.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -22,24 +23,6 @@ MODULES = [
     ),
     *(pytest.param(name, "long", marks=pytest.mark.long, id=f"{name}-long") for name in PARTLY_LONG),
 ]
-
-
-@pytest.fixture(scope="module")
-def interp() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernel_interp", HERE / "interp.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def runs(interp, request):
-    """Return the run of each module as a future. All begin at once, two at a time: most of a run is imports."""
-    items = [item.callspec.params for item in request.session.items if "runs" in item.fixturenames]
-    wanted = [(params["module"], params["which"]) for params in items]
-    with ThreadPoolExecutor(2) as pool:
-        yield {(name, which): pool.submit(interp.run, HERE / f"{name}.py", "-m", which) for name, which in wanted}
 
 
 @pytest.mark.parametrize(("module", "which"), MODULES)
