@@ -23,7 +23,7 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 BEGUN := $(VENV)/.isthmus-begun
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check $(if $(CI),--progress-bar off --quiet) -c constraints.txt
 
-.PHONY: serve test test-long mutants check format venv clients clean
+.PHONY: serve test test-long mutants check lint gate format venv clients clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -32,7 +32,7 @@ help:
 	@echo "make test       set up, then run the tests                                   [PYTEST_ARGS=]"
 	@echo "make test-long  the tests that take longer than CI allows"
 	@echo "make mutants    plant each fault of tests/mutants in a copy and show the test that sees it"
-	@echo "make check      formatting, lint, types, GPU kernels compiled offline;  make format  fixes the first two"
+	@echo "make check      make lint: formatting, lint, types;  make gate: GPU kernels compiled offline;  make format  fixes"
 	@echo "make clients    set up the clients by others that tests use; make test does it"
 	@echo "make venv       set up only;                 make clean   removes what was set up"
 
@@ -48,10 +48,14 @@ test-long: $(STAMP) clients
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py
 
-check: $(STAMP)
+check: lint gate
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+gate: $(STAMP)
 	$(BIN)/python -m kernels.check
 
 format: $(STAMP)
