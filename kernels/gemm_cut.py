@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from kernels.gemm import BLOCK
 from kernels.tiles import Tile, tile_for
 
 FEW_OP, MANY_OP, QUANTIZED_OP = "linear_few", "linear_many", "linear_quantized"
 FEW = 16  # tokens that warps read into registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A layer's weights [groups, rows, channels] as kernels read them.
+
+    unit: bytes of a weight.   is_split: whether programs may share the channels.   is_wide: x is float32, which takes
+    twice the registers, or more.   shift: channels of the first block that lie before the matrix.
+    """
+
+    rows: int
+    channels: int
+    unit: int
+    groups: int = 1
+    is_split: bool = True
+    is_wide: bool = False
+    shift: int = 0
 
 
 def is_few(tile: Tile) -> bool:
@@ -35,105 +54,72 @@ def span(cut: dict[str, int]) -> tuple[int, int]:
     return cut["BLOCK_R"], cut["BLOCK_T"]
 
 
-def fit_few(
-    tile: Tile,
-    tokens: int,
-    *,
-    rows: int,
-    channels: int,
-    unit: int,
-    groups: int,
-    sms: int,
-    is_split: bool,
-    is_wide: bool,
-    shift: int = 0,
-) -> dict[str, int]:
+def fit(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, int]:
+    """Return the constants and SPLIT of the kernel that a tile is for."""
+    return (fit_few if is_few(tile) else fit_held if is_held(tile) else fit_many)(tile, tokens, matrix, sms=sms)
+
+
+def fit_few(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, int]:
     """Return few_kernel's constants and SPLIT for a matrix, smaller than the tile's where it is too small for them.
 
     R: tiles of 16 rows a warp.   KS: warps that share the channels.   RS: warps that take different rows.   DEPTH:
     chunks of 128 bytes a row on their way at a time.   SPLIT: programs that share the channels, up to MAX_SPLIT: as
     many as the multiprocessors have room for, RESIDENT each, as long as each has DEPTH chunks for every warp.
     SHARES: the most that SPLIT may be where it is not 1; so matrices of many sizes share a compilation.
-    is_split: whether they may.   is_wide: x is float32, which takes twice the registers, or more.   shift: channels of
-    the first block that lie before the matrix.
     """
     c = {name: value for name, value in tile.constants.items() if name not in ("REGISTERS", "MAX_SPLIT", "RESIDENT")}
-    chunks, tiles = -(-(shift + channels) * unit // 128), -(-rows // 16)
+    chunks, tiles = -(-(matrix.shift + matrix.channels) * matrix.unit // 128), -(-matrix.rows // 16)
     for name, most in (("KS", chunks), ("RS", tiles), ("R", -(-tiles // c["RS"])), ("DEPTH", -(-chunks // c["KS"]))):
         while c[name] > 1 and c[name] // 2 >= most:
             c[name] //= 2
-    c["DEPTH"] = min(c["DEPTH"] // (2 if is_wide else 1) or 1, -(-chunks // c["KS"]))
+    c["DEPTH"] = min(c["DEPTH"] // (2 if matrix.is_wide else 1) or 1, -(-chunks // c["KS"]))
     c["NB"] = 1 if tokens <= 8 else 2
     high, wide = span(c)
-    programs = groups * -(-rows // high) * -(-tokens // wide)
+    programs = matrix.groups * -(-matrix.rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
-    c["SPLIT"] = _split(chunks, most if is_split else 1, least=c["KS"] * c["DEPTH"])
+    c["SPLIT"] = _split(chunks, most if matrix.is_split else 1, least=c["KS"] * c["DEPTH"])
     c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
     taken = c["KS"] * c["SPLIT"]
     share = -(-chunks // taken)
     c["ONCE"] = int(share == c["DEPTH"])
-    is_even = shift == 0 and channels * unit == 128 * share * taken and share % c["DEPTH"] == 0
-    c["EVEN"] = int(is_even and rows % high == 0)
+    is_even = matrix.shift == 0 and matrix.channels * matrix.unit == 128 * share * taken and share % c["DEPTH"] == 0
+    c["EVEN"] = int(is_even and matrix.rows % high == 0)
     # Fewer registers make room for a second program, which helps only where there are more than multiprocessors.
     c["LEAN"] = int(tile.constants["REGISTERS"] > 0 and c["R"] == 1 and c["EVEN"])
     return c
 
 
-def fit_many(
-    tile: Tile,
-    tokens: int,
-    *,
-    rows: int,
-    channels: int,
-    unit: int,
-    groups: int,
-    sms: int,
-    is_split: bool,
-    is_wide: bool,
-    shift: int = 0,
-) -> dict[str, int]:
+def fit_many(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, int]:
     """Return many_kernel's constants and SPLIT, of LEAST steps.   BYTES: of a row of weights in a step."""
     own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST")
     c = {name: value for name, value in tile.constants.items() if name not in own}
-    c["BLOCK_K"] = tile.constants["BYTES"] // unit // (2 if is_wide else 1)
-    if unit == 1 and c["BLOCK_K"] > BLOCK:
+    c["BLOCK_K"] = tile.constants["BYTES"] // matrix.unit // (2 if matrix.is_wide else 1)
+    if matrix.unit == 1 and c["BLOCK_K"] > BLOCK:
         raise ValueError(f"a step of {c['BLOCK_K']} e4m3 channels: a scale holds for {BLOCK}")
-    while c["BLOCK_R"] > 64 and (is_wide or c["BLOCK_R"] // 2 >= rows):
+    while c["BLOCK_R"] > 64 and (matrix.is_wide or c["BLOCK_R"] // 2 >= matrix.rows):
         c["BLOCK_R"] //= 2
     high, wide = span(c)
-    programs = groups * -(-rows // high) * -(-tokens // wide)
+    programs = matrix.groups * -(-matrix.rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
-    steps = -(-(shift + channels) // c["BLOCK_K"])
-    c["SPLIT"] = _split(steps, most if is_split else 1, least=tile.constants["LEAST"])
+    steps = -(-(matrix.shift + matrix.channels) // c["BLOCK_K"])
+    c["SPLIT"] = _split(steps, most if matrix.is_split else 1, least=tile.constants["LEAST"])
     c["SHARES"] = tile.constants["MAX_SPLIT"] if c["SPLIT"] > 1 else 1
-    c["EVEN"] = int(shift == 0 and channels % c["BLOCK_K"] == 0)
+    c["EVEN"] = int(matrix.shift == 0 and matrix.channels % c["BLOCK_K"] == 0)
     return c
 
 
-def fit_held(
-    tile: Tile,
-    tokens: int,
-    *,
-    rows: int,
-    channels: int,
-    unit: int,
-    groups: int,
-    sms: int,
-    is_split: bool,
-    is_wide: bool,
-    shift: int = 0,
-) -> dict[str, int]:
+def fit_held(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, int]:
     """Return held_kernel's constants and SPLIT: as fit_many, and as many more as make a share of at most STEPS."""
     c = {name: tile.constants[name] for name in ("BLOCK_R", "BLOCK_T")}
-    steps = -(-channels // BLOCK)
+    steps = -(-matrix.channels // BLOCK)
     high, wide = span(c)
-    programs = groups * -(-rows // high) * -(-tokens // wide)
+    programs = matrix.groups * -(-matrix.rows // high) * -(-tokens // wide)
     most = min(tile.constants["MAX_SPLIT"], sms * tile.constants["RESIDENT"] // programs)
     split = max(_split(steps, most, least=tile.constants["LEAST"]), -(-steps // tile.constants["STEPS"]))
     c["STEPS"] = -(-steps // split)
     c["SPLIT"] = -(-steps // c["STEPS"])
     c["SHARES"] = max(tile.constants["MAX_SPLIT"], c["SPLIT"]) if c["SPLIT"] > 1 else 1
-    c["EVEN"] = int(channels % (BLOCK * c["STEPS"]) == 0)
+    c["EVEN"] = int(matrix.channels % (BLOCK * c["STEPS"]) == 0)
     return c
 
 

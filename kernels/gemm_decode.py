@@ -28,9 +28,8 @@ from kernels.gemm_cut import (
     FEW_OP,
     MANY_OP,
     QUANTIZED_OP,
-    fit_few,
-    fit_held,
-    fit_many,
+    Matrix,
+    fit,
     is_few,
     is_held,
     span,
@@ -228,11 +227,10 @@ def _launch(
     few, held, pdl = is_few(tile), is_held(tile), HAS_PDL(x.device)
     if few if quantize else held:
         raise ValueError(f"quantize {quantize} with a tile of {dict(tile.constants)}, of another kernel")
-    fit = fit_few if few else fit_held if held else fit_many
-    cut = fit(
-        tile, tokens, rows=rows, channels=channels, unit=unit, groups=groups, sms=sm_count(x.device),
-        is_split=quantize or norm is None, is_wide=x.dtype == torch.float32 and not quantize, shift=offset[1],
-    )  # fmt: skip
+    matrix = Matrix(
+        rows, channels, unit, groups, quantize or norm is None, x.dtype == torch.float32 and not quantize, offset[1]
+    )
+    cut = fit(tile, tokens, matrix, sms=sm_count(x.device))
     if few and offset[0] % 16:
         cut["LEAN"] = 0
     splits = cut.pop("SPLIT")
@@ -392,10 +390,8 @@ def _variant(
     tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
     few, held = is_few(tile), is_held(tile)
     kernel: Any = few_kernel if few else held_kernel if held else many_kernel
-    cut = (fit_few if few else fit_held if held else fit_many)(
-        tile, tokens, rows=rows, channels=channels, unit=unit, groups=1, sms=MULTIPROCESSORS[arch],
-        is_split=quantize or not normed, is_wide=x == "*fp32" and not quantize,
-    )  # fmt: skip
+    matrix = Matrix(rows, channels, unit, 1, quantize or not normed, x == "*fp32" and not quantize)
+    cut = fit(tile, tokens, matrix, sms=MULTIPROCESSORS[arch])
     is_split = cut.pop("SPLIT") > 1
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
         ("scale_ptr", "x_scale_ptr", "part_ptr"), "*fp32"

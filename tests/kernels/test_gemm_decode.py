@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.gemm import linear
-from kernels.gemm_cut import fit_few, fit_held, fit_many, table_tile
+from kernels.gemm_cut import Matrix, fit, table_tile
 from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode, quantize_rows
 from kernels.norm_rope import rms_norm
 
@@ -133,32 +133,29 @@ def test_rows_to_quantise_are_packed():
         quantize_rows(torch.zeros(64, 3).T)
 
 
-SIZES = {"groups": 1, "sms": 132, "is_split": True, "is_wide": False}
-
-
 def test_few_rows_share_their_channels_among_programs_and_many_do_not():
     tile = cases.few_tile(ks=4, depth=2, split=8)
-    assert fit_few(tile, 1, rows=256, channels=4096, unit=2, **SIZES)["SPLIT"] == 8
-    assert fit_few(tile, 1, rows=1 << 17, channels=4096, unit=2, **SIZES)["SPLIT"] == 1
+    assert fit(tile, 1, Matrix(256, 4096, 2), sms=132)["SPLIT"] == 8
+    assert fit(tile, 1, Matrix(1 << 17, 4096, 2), sms=132)["SPLIT"] == 1
 
 
 def test_channels_are_not_shared_where_a_program_would_have_too_few():
     tile = cases.many_tile(split=8, least=4)
-    assert fit_many(tile, 64, rows=64, channels=1024, unit=1, **SIZES)["SPLIT"] == 2
-    assert fit_many(tile, 64, rows=64, channels=512, unit=1, **SIZES)["SPLIT"] == 1
+    assert fit(tile, 64, Matrix(64, 1024, 1), sms=132)["SPLIT"] == 2
+    assert fit(tile, 64, Matrix(64, 512, 1), sms=132)["SPLIT"] == 1
 
 
 def test_programs_that_hold_their_operands_share_channels_for_which_one_has_no_room():
     tile = cases.held_tile(steps=8, split=1)
-    cut = fit_held(tile, 64, rows=4096, channels=2176, unit=1, **SIZES)
+    cut = fit(tile, 64, Matrix(4096, 2176, 1), sms=132)
     assert (cut["SPLIT"], cut["STEPS"], cut["SHARES"], cut["EVEN"]) == (3, 6, 3, 0)
-    assert fit_held(tile, 64, rows=4096, channels=1024, unit=1, **SIZES)["SPLIT"] == 1
+    assert fit(tile, 64, Matrix(4096, 1024, 1), sms=132)["SPLIT"] == 1
 
 
 @pytest.mark.parametrize("channels", [640, 1152, 4224])
 @pytest.mark.parametrize("split", [2, 3, 4, 5, 8])
 def test_no_program_is_left_without_channels(channels, split):
-    cut = fit_many(cases.many_tile(split=split), 64, rows=64, channels=channels, unit=1, **SIZES)
+    cut = fit(cases.many_tile(split=split), 64, Matrix(64, channels, 1), sms=132)
     steps = channels // 128
     share = -(-steps // cut["SPLIT"])
     assert share * (cut["SPLIT"] - 1) < steps
