@@ -10,6 +10,7 @@ from router.protocol import WorkerRole
 
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
+LoadFormat = Literal["auto", "synthetic"]
 KvCacheDtype = Literal["fp32", "bf16", "packed"]
 IndexCacheDtype = Literal["fp8", "fp4"]
 TransportName = Literal["auto", "nixl", "host", "ucxx", "local"]
@@ -19,6 +20,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One worker group. Nothing is changed after construction; derived numbers live in MemoryPlan.
 
     model: folder with config.json and safetensors.   served_model_name: "" means the folder's name.
+    load_format: auto reads the folder's safetensors; synthetic draws random weights of the same shapes (benchmarks).
+    simulate_rank: "0/4": this process is rank 0 of a group of 4, alone and without exchange; "" is not. Synthetic only.
+    num_layers: serve the first layers only; 0 means all. Synthetic only.
+    enforce_eager: run decode steps without capturing them as CUDA graphs.
+    gpu_memory_gib: of each GPU; 0 means what it has. What `isthmus plan` counts with where there is none.
     index_cache_dtype: form of index keys when kv_cache_dtype is packed (otherwise they are stored as kv rows are).
     index_hadamard: rotate index queries and keys before rounding; None means yes for fp4, no for fp8.
     max_num_batched_tokens: tokens of one prefill chunk.   max_num_seqs: sequences of one batch.
@@ -41,6 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     role: WorkerRole
     worker_id: str = ""
     served_model_name: str = ""
+    load_format: LoadFormat = "auto"
+    simulate_rank: str = ""
+    num_layers: int = 0
     dtype: Dtype = "bfloat16"
     kv_cache_dtype: KvCacheDtype = "packed"
     index_cache_dtype: IndexCacheDtype = "fp8"
@@ -51,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 256
     num_blocks: int = 0
     kv_cache_memory_gib: float = 1.0
+    gpu_memory_gib: float = 0.0
+    enforce_eager: bool = False
     landings_ahead: int = 8
     waiting_ahead: int = 2
     ranks: int = 1

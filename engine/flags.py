@@ -17,6 +17,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.numa import parse_cpu_list
+from engine.model.shard import Shard
 from router.protocol import WorkerRole
 
 ENVIRONMENT_PREFIX = "ISTHMUS_"
@@ -56,6 +57,9 @@ _MODEL, _MEMORY, _BATCH, _PLACE, _NET = "model", "cache and memory", "batching",
 FIELDS = (
     Field("model", _MODEL, "folder with config.json and safetensors files", ("--model-path",)),
     Field("served_model_name", _MODEL, "name in the API; default: the folder's name"),
+    Field("load_format", _MODEL, "auto: read the folder's weights; synthetic: random ones of the same shapes"),
+    Field("simulate_rank", _MODEL, "0/4: be rank 0 of a group of 4 without the others (synthetic weights only)"),
+    Field("num_layers", _MODEL, "the first layers only, 0: all (synthetic weights only)", (), 0, 1024),
     Field("dtype", _MODEL, "arithmetic and weights: float32 or bfloat16"),
     Field(
         "kv_cache_dtype", _MEMORY, "cache rows: fp32, bf16 or packed (FP8, bf16 rope, scales: 584 bytes at head 512)"
@@ -65,6 +69,7 @@ FIELDS = (
     Field("block_size", _MEMORY, "tokens of a cache block, a multiple of every compression ratio", ("--page-size",), 1),
     Field("num_blocks", _MEMORY, "blocks of the pool; 0: as many as fit into kv_cache_memory_gib"),
     Field("kv_cache_memory_gib", _MEMORY, "GiB of each rank's memory that the cache may take"),
+    Field("gpu_memory_gib", _MEMORY, "GiB of each GPU; 0: what it has (isthmus plan: must be given without a GPU)"),
     Field("pool_poison", _MEMORY, "fill pools with NaN at start, to prove that nothing unwritten is read"),
     Field(
         "max_num_batched_tokens",
@@ -75,6 +80,7 @@ FIELDS = (
         1 << 20,
     ),
     Field("max_num_seqs", _BATCH, "sequences of one batch", ("--max-running-requests",), 1, 1 << 16),
+    Field("enforce_eager", _BATCH, "run decode steps without capturing them as CUDA graphs: slower, for debugging"),
     Field(
         "max_model_len",
         _BATCH,
@@ -212,12 +218,33 @@ def resolve(layers: Sequence[Layer], *, role: WorkerRole) -> tuple[EngineConfig,
         raise ConfigError(f"model: not given; add --model FOLDER, set {ENVIRONMENT_PREFIX}MODEL, or `model:` in YAML")
     config = EngineConfig(role=role, **values)  # type: ignore[arg-type]
     _require_transport(config, origins["transport"])
+    _require_shard(config, origins)
     if config.logits_log and not config.test_seams:
         raise ConfigError(
             f"logits_log = {config.logits_log!r} ({origins['logits_log']}): a test seam, and test_seams is false; "
             "leave it out, or set test_seams in a cluster that serves nobody"
         )
     return config, origins
+
+
+def _require_shard(config: EngineConfig, origins: Mapping[str, str]) -> None:
+    """Refuse what only synthetic weights can do, and a part of a group that there is not."""
+    for name in ("simulate_rank", "num_layers"):
+        value = getattr(config, name)
+        if value and config.load_format != "synthetic":
+            raise ConfigError(
+                f"{name} = {value!r} ({origins[name]}): needs load_format synthetic, and that is "
+                f"{config.load_format!r}; checkpoints are loaded whole"
+            )
+    try:
+        shard = Shard.parse(config.simulate_rank)
+    except ValueError as problem:
+        raise ConfigError(f"simulate_rank = {config.simulate_rank!r} ({origins['simulate_rank']}): {problem}") from None
+    if shard.count > 1 and config.ranks > 1:
+        raise ConfigError(
+            f"simulate_rank = {config.simulate_rank!r} ({origins['simulate_rank']}): one process stands for the group, "
+            f"and ranks is {config.ranks}; leave one of them out"
+        )
 
 
 def _require_transport(config: EngineConfig, origin: str) -> None:

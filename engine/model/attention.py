@@ -66,18 +66,21 @@ class Attention:
             self.indexer = Indexer(weights, f"{prefix}.indexer", config, self.q_norm, use_hadamard=use_hadamard)
 
     def __call__(
-        self, x: Tensor, batch: RaggedBatch, decode: DecodeBatch | None, rotations: Rotations, cache: CacheViews
+        self, x: Tensor, batch: RaggedBatch | None, decode: DecodeBatch | None, rotations: Rotations, cache: CacheViews
     ) -> Tensor:
         """Return the sublayer's output [T, H] for normed x [T, H], and store what later steps need.
 
-        decode: what `decode_batch` said; `rotations` were made for it.
+        decode: what `decode_batch` said, then `batch` is not read; `rotations` were made for it.
         """
         decodes = decode is not None
         both = self.down(x, decodes=decodes)
         latent, kv = both[:, : self.latent], both[:, self.latent :]
         q = self.q_up(latent, norm=self.q_norm, decodes=decodes).view(-1, self.heads, self.dim)
-        attend = self._attend_decode if decodes else self._attend
-        out = attend(x, latent, q, kv, batch, rotations, cache).to(x.dtype)
+        if decode is not None:
+            out = self._attend_decode(x, latent, q, kv, decode, rotations, cache).to(x.dtype)
+        else:
+            assert batch is not None
+            out = self._attend(x, latent, q, kv, batch, rotations, cache).to(x.dtype)
         out = self.out_down(out.view(x.shape[0], self.groups, -1), decodes=decodes)
         return self.out_up(out.flatten(1), decodes=decodes)
 
@@ -118,12 +121,12 @@ class Attention:
         latent: Tensor,
         q: Tensor,
         kv: Tensor,
-        batch: RaggedBatch,
+        decode: DecodeBatch,
         rotations: Rotations,
         cache: CacheViews,
     ) -> Tensor:
         """The same with decode kernels: one launch writes the cache, one attends."""
-        decode, window = batch.decode, cache.rows("window", self.layer)
+        window = cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
         pool, main, index = None, None, None
         if self.compressor is not None:

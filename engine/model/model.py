@@ -40,7 +40,7 @@ class Layer:
         self,
         mixed: Mixed,
         token_ids: Tensor,
-        batch: RaggedBatch,
+        batch: RaggedBatch | None,
         decode: DecodeBatch | None,
         rotations: Rotations,
         cache: CacheViews,
@@ -70,7 +70,35 @@ class DeepSeekV4:
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: CacheViews) -> Tensor:
         """Return the streams [T, n, H] after the last layer for token_ids [T] int64, and update the cache."""
         decode = decode_batch(batch, cache)
-        rotations = self.rotary.at(batch, decode=decode is not None)
+        y, mixed = self._layers(token_ids, batch, decode, self.rotary.at(batch, decode=decode is not None), cache)
+        return spread(y, mixed, sequence=decode.sequence if decode else None)
+
+    def decode(self, token_ids: Tensor, batch: DecodeBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
+        """Return the normed input [T, H] float32 of the head for token_ids [T] int64 with decode kernels; see forward.
+
+        rotations: as Rotary.at makes them for decode kernels. Nothing is read back: the step may be captured.
+        """
+        y, mixed = self._layers(token_ids, None, batch, rotations, cache)
+        return spread_and_mix(y, mixed, self.head_mix, sequence=batch.sequence).x
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """Return [N, vocab_size] float32 for the streams [N, n, H] of the tokens that need them."""
+        return self.head_logits(mix(streams, self.head_mix).x)
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        """Return [N, vocab_size] float32 of the head's normed input [N, H]."""
+        has_kernels = uses_triton(x) and x.shape[0] <= HEAD_ROWS
+        return linear_decode(x, self.head, out_dtype=torch.float32) if has_kernels else linear(x, self.head)
+
+    def _layers(
+        self,
+        token_ids: Tensor,
+        batch: RaggedBatch | None,
+        decode: DecodeBatch | None,
+        rotations: Rotations,
+        cache: CacheViews,
+    ) -> tuple[Tensor, Mixed]:
+        """Return the last sublayer's output and where it began: what spreads it comes next."""
         streams = self.embedding[token_ids][:, None].expand(-1, self.config.hc_mult, -1)
         sequence = decode.sequence if decode else None
         mixed = mix(streams, self.layers[0].attention_mix, sequence=sequence)
@@ -78,10 +106,4 @@ class DeepSeekV4:
             y, mixed = layer(mixed, token_ids, batch, decode, rotations, cache)
             if after is not None:
                 mixed = spread_and_mix(y, mixed, after.attention_mix, sequence=sequence)
-        return spread(y, mixed, sequence=sequence)
-
-    def logits(self, streams: Tensor) -> Tensor:
-        """Return [N, vocab_size] float32 for the streams [N, n, H] of the tokens that need them."""
-        x = mix(streams, self.head_mix).x
-        has_kernels = uses_triton(x) and x.shape[0] <= HEAD_ROWS
-        return linear_decode(x, self.head, out_dtype=torch.float32) if has_kernels else linear(x, self.head)
+        return y, mixed
