@@ -111,8 +111,11 @@ class RunningSequences:
         bad = [t for t in step.token_ids if not 0 <= t < self._vocab_size]
         return f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}" if bad else ""
 
-    def pack(self, steps: Sequence[SequenceStep], device: torch.device | str) -> Batch:
-        """Take the new blocks of `steps` and build their batch. Raises PlanError; then no length has changed."""
+    def take(self, steps: Sequence[SequenceStep]) -> list[RunningSequence]:
+        """Take the new blocks of `steps` and move lengths on; return their sequences.
+
+        Raises PlanError; then no length has changed.
+        """
         if len({s.seq for s in steps}) != len(steps):
             raise PlanError("a sequence has two steps in one plan")
         sequences = [self[s.seq] for s in steps]
@@ -130,12 +133,19 @@ class RunningSequences:
                     f"sequence {step.seq}: {end} tokens need {-(-end // self._block_tokens)} blocks of "
                     f"{self._block_tokens}, it holds {len(sequence.block_ids)}"
                 )
-        spans = [(s.start, len(s.token_ids)) for s in steps]
+        for step, sequence in zip(steps, sequences, strict=True):
+            sequence.length = step.start + len(step.token_ids)
+        return sequences
+
+    def pack(self, steps: Sequence[SequenceStep], device: torch.device | str) -> Batch:
+        """Take `steps` and build their batch. Raises PlanError; then no length has changed."""
+        sequences = self.take(steps)
         ragged = RaggedBatch.build(
-            spans, slots=[s.slot for s in sequences], block_tables=[s.block_ids for s in sequences], device=device
+            [(s.start, len(s.token_ids)) for s in steps],
+            slots=[s.slot for s in sequences],
+            block_tables=[s.block_ids for s in sequences],
+            device=device,
         )
-        for sequence, (start, length) in zip(sequences, spans, strict=True):
-            sequence.length = start + length
         sampled = tuple(i for i, s in enumerate(steps) if s.sample)
         return Batch(
             seqs=tuple(s.seq for s in steps),

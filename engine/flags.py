@@ -16,8 +16,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from engine.config import EngineConfig
-from engine.numa import parse_cpu_list
 from engine.model.shard import Shard
+from engine.numa import parse_cpu_list
 from router.protocol import WorkerRole
 
 ENVIRONMENT_PREFIX = "ISTHMUS_"
