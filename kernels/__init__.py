@@ -20,6 +20,7 @@
     moe_routing, moe_decode  routing by given scores: lists of rows by expert; products of packed weights over them
     sampling          penalties, truncation, noise keyed by (seed, position)
     sampling_decode   the same for a decode step, log probabilities included, in three launches
+    step              what a captured decode step reads of each sequence, and how it moves on, in a launch each
 
     tiles, triton_env   how kernels are cut for each architecture; where Triton runs
     check, offline      the gate: every tile compiled for its targets without a GPU
