@@ -7,11 +7,15 @@ Failing closed: a sequence whose activations or logits are not finite is reporte
 neighbours go on, since no operation mixes rows of different sequences.
 
 A step for which there is no memory has not happened. It runs again without its newest sequence, until it fits.
+
+Where decode kernels run, steps of one token a sequence are replayed graphs (decode_graphs.py): `launch` returns while
+they run, and the next may be launched behind them. All other steps have ended when `launch` returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,11 +28,16 @@ from engine.allocator_fault import AllocatorFault, is_out_of_memory
 from engine.batch import Batch, RunningSequences
 from engine.cache import KVCache
 from engine.config import EngineConfig
+from engine.decode_graphs import DecodeGraphs, LaunchedStep
 from engine.grammar import Grammars
-from engine.model.config import load_config, model_fingerprint
+from engine.graph_sizes import graph_sizes
+from engine.model.attention import runs_decode_kernels
+from engine.model.config import first_layers, load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
+from engine.model.shard import Shard
+from engine.model.synthetic import synthetic_weights
 from engine.model.weights import load_weights
 from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.rollback import Rollback
@@ -38,6 +47,7 @@ from router.protocol import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
+_NOT_FINITE = "the hidden state is not finite: the cache or the weights hold NaN or infinite values"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -52,17 +62,39 @@ class Outcome(NamedTuple):
     logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
 
 
+@dataclasses.dataclass(slots=True)
+class Ticket:
+    """A plan that was launched. outcome: so far.   steps, launched: of a graph that runs.
+
+    After `collect`, where times are taken:
+    gpu_ms: what its step took on the device.   gap_ms: how long the device was idle between the step before and this.
+    """
+
+    outcome: Outcome
+    steps: Sequence[SequenceStep] = ()
+    launched: LaunchedStep | None = None
+    gpu_ms: float | None = None
+    gap_ms: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """`collect` would not wait."""
+        return self.launched is None or self.launched.is_ready
+
+
 class ModelRunner:
     """One rank's model and cache.
 
     on_logits: if set, called with (seq, position of the last token, its logits [V] float32) for each sequence that
-    samples, before it does: a seam for tests.
+    samples: a seam for tests.   times: measure steps that are graphs, see Ticket; set it before `load`.
     """
 
     def __init__(self, config: EngineConfig, *, num_blocks: int, num_slots: int, rank: int = 0) -> None:
         """Allocate the cache. Raises ConfigError for a model that can't be served, ValueError for a bad block size."""
         self.config, self._rank = config, rank
-        self.model_config = load_config(config.model)
+        self._shard = Shard.parse(config.simulate_rank)
+        self._whole_config = first_layers(load_config(config.model), config.num_layers)
+        self.model_config = self._shard.of(self._whole_config)
         self.model_fingerprint = model_fingerprint(config.model)
         self.device = torch.device(config.device)
         layout = build_layout(
@@ -89,56 +121,164 @@ class ModelRunner:
         self._corrupt: dict[int, str] = {}  # sequences whose cache is not what was sent
         self._sampler = Sampler(self.model_config.vocab_size, self.device)
         self._model: DeepSeekV4 | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._ended: torch.cuda.Event | None = None  # of the last step that was collected
+        self.times = False
+
+    @property
+    def graph_nodes(self) -> dict[int, int]:
+        """Return the nodes of each captured graph by its batch size."""
+        return {} if self._graphs is None else dict(self._graphs.nodes)
 
     def load(self, progress: Callable[[str], None] | None = None) -> None:
         """Read the weights; `progress` gets a line of text now and then. Raises WeightsError."""
-        loaded = load_weights(
-            self.config.model,
-            self.model_config,
-            dtype=DTYPES[self.config.dtype],
-            device=self.device,
-            keeps_packed=keeps_packed(self.device),
-            progress=progress,
-        )
-        tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}
+        keeps = keeps_packed(self.device)
+        dtype = DTYPES[self.config.dtype]
+        if self.config.load_format == "synthetic":
+            tensors = synthetic_weights(
+                self._whole_config, self._shard, dtype=dtype, device=self.device, keeps_packed=keeps, progress=progress
+            )
+        else:
+            loaded = load_weights(
+                self.config.model,
+                self.model_config,
+                dtype=dtype,
+                device=self.device,
+                keeps_packed=keeps,
+                progress=progress,
+            )
+            tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}
         self._model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
             self._grammars.warm()
+        if self.config.role == "decode" and runs_decode_kernels(self.cache, self.device):
+            self._graphs = DecodeGraphs(
+                self._model,
+                self.cache,
+                sizes=graph_sizes(self.config.max_num_seqs),
+                max_blocks=self._max_blocks(),
+                captures=self.device.type == "cuda" and not self.config.enforce_eager,
+                times=self.times,
+            )
+
+    def capture(self, progress: Callable[[str], None] | None = None) -> None:
+        """Capture decode steps as graphs, every size that may be admitted. Before it, they run uncaptured."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(progress)
+
+    def _max_blocks(self) -> int:
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        return min(self.cache.layout.num_blocks_for(longest), self.cache.num_blocks)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> Outcome:
-        """Carry out a plan.
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Begin a plan, behind those begun before.
 
-        Ends leave first, then starts enter, then steps run. A failed sequence stays until the plan that ends it; one
-        that failed for NO_MEMORY is as it was before the plan.
-        Raises PlanError if leader and rank are out of step.
+        Ends leave first, then starts enter, then steps run. Raises PlanError if leader and rank are out of step.
         """
         for seq in plan.ends:
             self.sequences.end(seq)
             self._corrupt.pop(seq, None)
+            if self._graphs is not None:
+                self._graphs.leave(seq)
         for start in plan.starts:
             self.sequences.start(start)
             if start.checksums and (problem := self._compare(start)):
                 self._corrupt[start.seq] = problem
-        failed = [
-            (s.seq, problem)
-            for s in plan.steps
-            if (problem := self._corrupt.get(s.seq) or self.sequences.problem_of(s))
-        ]
-        refused = {seq for seq, _ in failed}
-        steps = [s for s in plan.steps if s.seq not in refused]
+        steps, failed = self._sort_out(plan)
+        self.sequences.note([s for s in plan.steps if s not in steps], {}, dict(failed))
         if not steps:
-            return Outcome([], failed)
+            return Ticket(Outcome([], failed))
         if self._model is None:
             raise RuntimeError("the model is not loaded: call load() before run()")
-        fault: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if plan.exhaust:
-            fault = AllocatorFault(plan.exhaust)
+        if self._graphs is not None and all(self._is_decode(step) for step in steps):
+            return self._launch_graph(self._graphs, steps, failed)
+        if self._graphs is not None:  # rows on the device know nothing of what runs here
+            for step in steps:
+                self._graphs.leave(step.seq)
+        outcome = self._run_eagerly(self._model, steps, exhaust=plan.exhaust)
+        self.sequences.note(steps, dict(outcome.tokens), dict(outcome.failed))
+        return Ticket(outcome._replace(failed=failed + outcome.failed))
+
+    def collect(self, ticket: Ticket) -> Outcome:
+        """Wait for a plan's tokens. Tickets are collected in order, and at most two are out.
+
+        A failed sequence stays until the plan that ends it; one that failed for NO_MEMORY is as it was before the plan.
+        """
+        if ticket.launched is None:
+            return ticket.outcome
+        step = ticket.launched
+        step.wait()
+        if step.begun is not None and step.ended is not None:
+            ticket.gpu_ms = step.begun.elapsed_time(step.ended)
+            ticket.gap_ms = None if self._ended is None else self._ended.elapsed_time(step.begun)
+            self._ended = step.ended
+        outcome = ticket.outcome
+        tokens, logprobs, failed = list(outcome.tokens), list(outcome.logprobs), list(outcome.failed)
+        tops = None if step.logprobs is None else [values.tolist() for values in step.logprobs]
+        ends = step.ends.tolist()
+        for sequence, row in zip(step.sequences, step.rows, strict=True):
+            token, is_finite = ends[row]
+            if not is_finite:
+                failed.append((sequence.seq, _NOT_FINITE))
+                continue
+            sequence.sampling.add(token)
+            tokens.append((sequence.seq, token))
+            wanted = sequence.sampling.params.num_logprobs
+            if wanted >= 0 and tops is not None:
+                of_token, ids, of_top = (values[row] for values in tops)
+                logprobs.append(
+                    (
+                        sequence.seq,
+                        TokenLogprobs(logprob=of_token, top_ids=ids[:wanted], top_logprobs=of_top[:wanted]),
+                    )
+                )
+        self.sequences.note(ticket.steps, dict(tokens), dict(failed))
+        ticket.outcome, ticket.launched = Outcome(tokens, failed, logprobs), None
+        return ticket.outcome
+
+    def run(self, plan: StepPlan) -> Outcome:
+        """Carry out a plan; see `launch` and `collect`."""
+        return self.collect(self.launch(plan))
+
+    def _sort_out(self, plan: StepPlan) -> tuple[list[SequenceStep], list[tuple[int, str]]]:
+        """Return the steps of a plan that can run, and why others can't."""
+        failed: list[tuple[int, str]] = []
+        steps: list[SequenceStep] = []
+        for step in plan.steps:
+            if problem := self._corrupt.get(step.seq) or self.sequences.problem_of(step):
+                self.sequences.skip(step)
+                failed.append((step.seq, problem))
+            else:
+                steps.append(step)
+        return steps, failed
+
+    def _is_decode(self, step: SequenceStep) -> bool:
+        return len(step.token_ids) == 1 and step.sample and not self.sequences[step.seq].branches
+
+    def _launch_graph(self, graphs: DecodeGraphs, steps: list[SequenceStep], failed: list[tuple[int, str]]) -> Ticket:
+        sequences = self.sequences.take(steps)
+        graphs.on_logits = self.on_logits
+        refused = {s.seq: GUIDE_FAILED + reason for s, reason in graphs.admit(sequences)}
+        outcome = Outcome([], failed + list(refused.items()))
+        self.sequences.note([s for s in steps if s.seq in refused], {}, refused)
+        steps = [s for s in steps if s.seq not in refused]
+        if not steps:
+            return Ticket(outcome)
+        return Ticket(outcome, steps, graphs.launch(steps, [s for s in sequences if s.seq not in refused]))
+
+    def _run_eagerly(self, model: DeepSeekV4, steps: list[SequenceStep], *, exhaust: int) -> Outcome:
+        """Run steps of any shape, without the newest sequences if there is no memory for all."""
+        failed: list[tuple[int, str]] = []
+        fault: contextlib.AbstractContextManager[object] = (
+            AllocatorFault(exhaust) if exhaust else contextlib.nullcontext()
+        )
         while steps:
             rollback = Rollback(self.cache)
             try:
                 with fault:
-                    outcome = self._step(self._model, steps, rollback)
+                    outcome = self._step(model, steps, rollback)
                 return outcome._replace(failed=failed + outcome.failed)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -176,11 +316,7 @@ class ModelRunner:
         rollback.keep(batch)
         streams = model.forward(batch.token_ids, batch.ragged, self.cache)
         is_finite = self._finite_sequences(streams, batch)
-        failed = [
-            (seq, "the hidden state is not finite: the cache or the weights hold NaN or infinite values")
-            for seq, fine in zip(batch.seqs, is_finite, strict=True)
-            if not fine
-        ]
+        failed = [(seq, _NOT_FINITE) for seq, fine in zip(batch.seqs, is_finite, strict=True) if not fine]
         outcome = self._sample(model, streams, batch, is_finite)
         return outcome._replace(failed=failed + outcome.failed)
 

@@ -109,7 +109,7 @@ class Sampler:
             top_k=self._ints([p.top_k for p in params]),
             top_p=self._floats([p.top_p for p in params]),
             min_p=self._floats([p.min_p for p in params]),
-            seed=self._ints([_as_int64(p.seed) for p in params]),
+            seed=self._ints([as_int64(p.seed) for p in params]),
             position=self._ints(list(positions)),
         )
         logprobs = self._logprobs(logits, tokens, params)
@@ -156,7 +156,7 @@ class Sampler:
             if state.params.logit_bias:
                 logits[row].index_add_(0, *state.bias(self))
             ends = [t for t in state.stop_ids if 0 <= t < self.vocab_size] if state.hides_ends else []
-            if ends and (row not in guides or _allows_others(guides[row], ends)):
+            if ends and (row not in guides or allows_others(guides[row], ends)):
                 logits[row, self._ints(ends)] = -math.inf
         return logits
 
@@ -203,7 +203,7 @@ class Sampler:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def _allows_others(mask: NDArray[np.int32], ids: Sequence[int]) -> bool:
+def allows_others(mask: NDArray[np.int32], ids: Sequence[int]) -> bool:
     """The mask allows a token besides `ids`."""
     mask = mask.copy()
     bits = mask.view(np.uint32)
@@ -212,7 +212,7 @@ def _allows_others(mask: NDArray[np.int32], ids: Sequence[int]) -> bool:
     return bool(mask.any())
 
 
-def _as_int64(seed: int) -> int:
+def as_int64(seed: int) -> int:
     """Fold any Python integer into a signed 64-bit one."""
     seed &= 0xFFFFFFFFFFFFFFFF
     return seed - (1 << 64) if seed >> 63 else seed

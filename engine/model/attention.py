@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
@@ -36,9 +37,14 @@ class CacheViews(Protocol):
         """Return the view of layer number `layer` inside a region."""
 
 
+def runs_decode_kernels(cache: CacheViews, device: torch.device) -> bool:
+    """Return whether steps of few tokens a sequence run decode kernels there."""
+    return uses_triton(torch.empty(0, device=device)) and cache.rows("window", 0).format == "packed"
+
+
 def decode_batch(batch: RaggedBatch, cache: CacheViews) -> DecodeBatch | None:
     """Return the batch as decode kernels read it, None where a step runs the operations for any shape."""
-    if not uses_triton(batch.positions) or cache.rows("window", 0).format != "packed":
+    if not runs_decode_kernels(cache, batch.device):
         return None
     return batch.decode if batch.decode.max_query_len <= DECODE_TOKENS else None
 
