@@ -19,8 +19,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     kind: Literal["matrix", "float32", "ids"]
 
 
-def tensor_specs(c: DeepSeekV4Config) -> dict[str, TensorSpec]:
-    """Return every tensor of the main model by official name, scales left out."""
+def tensor_specs(c: DeepSeekV4Config, *, head_rows: int | None = None) -> dict[str, TensorSpec]:
+    """Return every tensor of the main model by official name, scales left out. head_rows: of the head, None: all."""
     h, d, hc, inter = c.hidden_size, c.head_dim, c.hc_mult, c.moe_intermediate_size
     heads_per_group = c.num_attention_heads // c.o_groups
     specs: dict[str, TensorSpec] = {}
@@ -46,7 +46,7 @@ def tensor_specs(c: DeepSeekV4Config) -> dict[str, TensorSpec]:
         add(f"{prefix}.w3.weight", "matrix", inter, h)
 
     add("embed.weight", "matrix", c.vocab_size, h)
-    add("head.weight", "float32", c.vocab_size, h)
+    add("head.weight", "float32", c.vocab_size if head_rows is None else head_rows, h)
     add("norm.weight", "float32", h)
     add_hyper_connection("hc_head", hc, 1)
     for i, ratio in enumerate(c.compress_ratios):
