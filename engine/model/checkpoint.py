@@ -17,15 +17,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config, shard_paths
 from engine.model.expert_stacks import FourBitMatrix, InnerSlice, Packing, size_problem, split_name
+from engine.model.tensor_specs import TensorSpec
 from kernels.expert_weights import GROUP, Format
 from kernels.quant import dequantize_block_fp8, dequantize_e2m1, ue8m0_to_scale
 
@@ -38,13 +38,6 @@ _SHOWN = 20
 
 class WeightsError(ValueError):
     """The checkpoint does not hold what the config promises. The text lists the tensors."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """What a tensor must be. matrix: any stored form, used in the compute dtype. float32: kept so. ids: int64."""
-
-    shape: tuple[int, ...]
-    kind: Literal["matrix", "float32", "ids"]
 
 
 class UnusableTensor(Exception):

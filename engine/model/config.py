@@ -22,6 +22,8 @@ SUPPORTED_RATIOS = (0, CSA_RATIO, HCA_RATIO)
 NVFP4_GROUP = 16
 
 LayerKind = Literal["window", "csa", "hca"]
+StoredMatrices = Literal["float", "fp8"]
+StoredExperts = Literal["float", "fp8", "mxfp4", "nvfp4"]
 _KINDS: dict[int, LayerKind] = {0: "window", CSA_RATIO: "csa", HCA_RATIO: "hca"}
 
 # What the forward pass is written for. Another value means another model, not an option.
@@ -59,6 +61,8 @@ class DeepSeekV4Config(msgspec.Struct, frozen=True, kw_only=True):
 
     compress_ratios: one entry per layer (0 window only, 4 CSA, 128 HCA); entries beyond num_hidden_layers belong to
     `mtp.*` blocks and are cut off. eos_token_ids: from config.json and generation_config.json, ascending.
+    stored_matrices, stored_experts: how the checkpoint is said to hold its linear layers and routed experts; the memory
+    plan counts by it. What tensors are really stored as, the loader sees.
     """
 
     vocab_size: int
@@ -92,6 +96,20 @@ class DeepSeekV4Config(msgspec.Struct, frozen=True, kw_only=True):
     weight_block_size: tuple[int, int] = (128, 128)
     bos_token_id: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    stored_matrices: StoredMatrices = "float"
+    stored_experts: StoredExperts = "float"
+
+    def first_layers(self, count: int) -> DeepSeekV4Config:
+        """Return the config of the model's first `count` layers, of all for 0. Raises ConfigError if it has fewer."""
+        if count > self.num_hidden_layers:
+            raise ConfigError(f"num_layers {count}: the model has {self.num_hidden_layers}; lower it, or use 0 for all")
+        layers = count or self.num_hidden_layers
+        return msgspec.structs.replace(
+            self,
+            num_hidden_layers=layers,
+            compress_ratios=self.compress_ratios[:layers],
+            num_hash_layers=min(self.num_hash_layers, layers),
+        )
 
     def kind(self, layer: int) -> LayerKind:
         """Return what layer number `layer` attends besides its window."""
@@ -130,6 +148,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     values = {name: raw[name] for name in needed}
     values["weight_block_size"] = _block_size(raw.get("quantization_config") or {})
     values["compress_ratios"] = _layer_ratios(raw)
+    values["stored_matrices"], values["stored_experts"] = _stored_forms(raw)
     values["bos_token_id"] = raw.get("bos_token_id") or 0
     values["eos_token_ids"] = sorted({*_ids(raw), *_ids(generation or {})})
     try:
@@ -267,6 +286,16 @@ def _block_size(quantization: dict[str, Any]) -> Any:
             "implemented: export the checkpoint with it"
         )
     return quantization.get("weight_block_size") or (128, 128)
+
+
+def _stored_forms(raw: dict[str, Any]) -> tuple[StoredMatrices, StoredExperts]:
+    """Return how linear layers and routed experts are stored, as far as the config tells."""
+    quantization = raw.get("quantization_config") or {}
+    if not quantization:
+        return "float", "float"
+    if raw.get("expert_dtype", "fp4") != "fp4":
+        return "fp8", "fp8"
+    return "fp8", "nvfp4" if quantization.get("moe_quant_algo") == "NVFP4" else "mxfp4"
 
 
 def _ids(raw: dict[str, Any]) -> list[int]:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import TensorSpec
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import split_name
 from engine.model.shard import Shard
-from engine.model.weights import scale_name, tensor_specs
+from engine.model.tensor_specs import TensorSpec, tensor_specs
+from engine.model.weights import scale_name
 from kernels.expert_weights import LANES, STEP, TILE_ROWS
 from kernels.gemm import BLOCK
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.config import load_config
-from engine.model.weights import WeightsError, load_weights, tensor_specs
+from engine.model.tensor_specs import tensor_specs
+from engine.model.weights import WeightsError, load_weights
 
 
 def read(folder, **options):
