@@ -17,6 +17,7 @@ from kv_transfer.layout import CacheGroup, KVLayout, Region
 SCRATCH_BYTES = 16 << 20  # peers measure their lane by it: large enough that a GPU's bandwidth shows
 # A page, so that a peer's write never shares a page with anything else, and so that NIXL pins whole pages.
 POOL_ALIGNMENT = 4096
+_FILLED_UNITS = 1024  # at once, when pools are filled at random: what that takes beside them
 
 
 class KVCache:
@@ -67,6 +68,21 @@ class KVCache:
         for pool in self.pools.values():
             pool.fill_(0xFF)
 
+    def fill_random(self, seed: int = 0) -> None:
+        """Fill every pool with plausible rows, values near 1: what benchmarks decode behind instead of a prompt."""
+        draw = torch.Generator(self.device).manual_seed(seed)
+        for (name, _), rows in self._views.items():
+            for first in range(0, rows.num_units, _FILLED_UNITS):
+                part = slice(first, first + _FILLED_UNITS)
+                _fill(rows.values[part], rows.format, draw)
+                if rows.rope is not None:
+                    rows.rope[part].normal_(generator=draw)
+                if rows.scales is not None:
+                    # 2^-1 in ue8m0, and in float32 for index keys
+                    rows.scales[part] = 2.0**-1 if rows.format == "fp8_index" else 126
+            if name == "hca_state":  # running maximum, sum of weights (at least that of the maximum), weighted sum
+                rows.values[:, 1].abs_().add_(1.0)
+
     def _allocate(self, units: int, unit_bytes: int) -> Tensor:
         backing = torch.zeros(units * unit_bytes + POOL_ALIGNMENT, dtype=torch.uint8, device=self.device)
         self._backing.append(backing)
@@ -84,3 +100,14 @@ class KVCache:
             value_bytes=region.value_bytes,
             scale_bytes=region.scale_bytes,
         )
+
+
+def _fill(values: Tensor, fmt: str, draw: torch.Generator) -> None:
+    if values.dtype == torch.float8_e4m3fn:  # either sign, 0.25 to 3.75: no NaN among the bytes
+        codes = torch.randint(0x28, 0x48, values.shape, generator=draw, device=values.device, dtype=torch.uint8)
+        codes |= torch.randint(0, 2, values.shape, generator=draw, device=values.device, dtype=torch.uint8) << 7
+        values.view(torch.uint8).copy_(codes)
+    elif values.dtype == torch.uint8:
+        values.random_(generator=draw)
+    else:
+        values.normal_(generator=draw)

@@ -13,12 +13,11 @@ function runs each time.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +67,7 @@ class LaunchedStep:
 
     @property
     def is_ready(self) -> bool:
-        return self.ready is None or self.ready.query()
+        return self.ready is None or bool(self.ready.query())  # type: ignore[no-untyped-call]
 
 
 class DecodeGraphs:
@@ -114,7 +113,7 @@ class DecodeGraphs:
         return self._sampler.num_bytes + sum(t.numel() * t.element_size() for t in own)
 
     def size_of(self, rows: int) -> int:
-        """Return the smallest size of at least `rows`. Raises RuntimeError beyond the largest."""
+        """Return the smallest size of at least `rows`. Raises ValueError beyond the largest: too many were admitted."""
         for size in self.sizes:
             if rows <= size:
                 return size

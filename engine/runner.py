@@ -32,7 +32,6 @@ from engine.decode_graphs import DecodeGraphs, LaunchedStep
 from engine.grammar import Grammars
 from engine.graph_sizes import graph_sizes
 from engine.model.attention import runs_decode_kernels
-from engine.model.config import first_layers, load_config, model_fingerprint
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
@@ -42,6 +41,7 @@ from engine.model.weights import load_weights
 from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.rollback import Rollback
 from engine.sampler import Sampler, SamplingState
+from engine.served_model import served_fingerprint, served_model
 from kv_transfer.checksum import units_checksum
 from router.protocol import TokenLogprobs
 
@@ -93,9 +93,9 @@ class ModelRunner:
         """Allocate the cache. Raises ConfigError for a model that can't be served, ValueError for a bad block size."""
         self.config, self._rank = config, rank
         self._shard = Shard.parse(config.simulate_rank)
-        self._whole_config = first_layers(load_config(config.model), config.num_layers)
+        self._whole_config = served_model(config).config
         self.model_config = self._shard.of(self._whole_config)
-        self.model_fingerprint = model_fingerprint(config.model)
+        self.model_fingerprint = served_fingerprint(config)
         self.device = torch.device(config.device)
         layout = build_layout(
             self.model_config,

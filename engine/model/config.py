@@ -159,20 +159,6 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     return config
 
 
-def first_layers(config: DeepSeekV4Config, count: int) -> DeepSeekV4Config:
-    """Return the config of the first `count` layers, of all for 0. Raises ConfigError for more than there are."""
-    if not count:
-        return config
-    if not 0 < count <= config.num_hidden_layers:
-        raise ConfigError(f"num_layers {count}: the model has {config.num_hidden_layers} layers")
-    return msgspec.structs.replace(
-        config,
-        num_hidden_layers=count,
-        compress_ratios=config.compress_ratios[:count],
-        num_hash_layers=min(config.num_hash_layers, count),
-    )
-
-
 def shard_paths(folder: str | Path) -> list[Path]:
     """Return the checkpoint's weight files, sorted: those of model.safetensors.index.json, or model.safetensors.
 
