@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.grammar import Grammars
-from engine.plan import SequenceStart, SequenceStep
+from engine.plan import PREVIOUS, SequenceStart, SequenceStep
 from engine.sampler import SamplingState
 from kernels.ragged import RaggedBatch
 from router.protocol import SamplingParams
@@ -29,6 +29,7 @@ class RunningSequence:
     """One sequence of this rank. length: tokens in its cache; None until its first step says where it begins.
 
     branches: numbers and sampling states of more answers to its prompt.
+    sampled: the token that its last step has drawn, None if that drew none.   problem: why that step failed, "" if not.
     """
 
     seq: int
@@ -37,6 +38,8 @@ class RunningSequence:
     sampling: SamplingState
     length: int | None = None
     branches: tuple[tuple[int, SamplingState], ...] = ()
+    sampled: int | None = None
+    problem: str = ""
 
     @property
     def samplings(self) -> tuple[tuple[int, SamplingState], ...]:
@@ -107,15 +110,38 @@ class RunningSequences:
         del self._running[self[seq].seq]
 
     def problem_of(self, step: SequenceStep) -> str:
-        """Return why this step can't run although its sequence is in order, else ""."""
+        """Return why this step can't run although leader and rank agree, else ""."""
+        if step.token_ids == [PREVIOUS]:
+            return self[step.seq].problem
         bad = [t for t in step.token_ids if not 0 <= t < self._vocab_size]
         return f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}" if bad else ""
+
+    def tokens_of(self, step: SequenceStep) -> list[int]:
+        """Return the tokens that a step runs. Raises PlanError for PREVIOUS if the step before drew none."""
+        if step.token_ids != [PREVIOUS]:
+            return step.token_ids
+        token_id = self[step.seq].sampled
+        if token_id is None:
+            raise PlanError(f"sequence {step.seq}: a step runs the token of the step before, which has drawn none")
+        return [token_id]
+
+    def skip(self, step: SequenceStep) -> None:
+        """Take the new blocks of a step that does not run: the leader counts on them if it sends the step again."""
+        self._check_blocks(step.seq, step.new_block_ids)
+        self[step.seq].block_ids.extend(step.new_block_ids)
+
+    def note(self, steps: Sequence[SequenceStep], tokens: dict[int, int], failed: dict[int, str]) -> None:
+        """Remember how steps have ended, by sequence: it decides what PREVIOUS means in the next."""
+        for step in steps:
+            sequence = self[step.seq]
+            sequence.sampled, sequence.problem = tokens.get(step.seq), failed.get(step.seq, "")
 
     def pack(self, steps: Sequence[SequenceStep], device: torch.device | str) -> Batch:
         """Take the new blocks of `steps` and build their batch. Raises PlanError; then no length has changed."""
         if len({s.seq for s in steps}) != len(steps):
             raise PlanError("a sequence has two steps in one plan")
         sequences = [self[s.seq] for s in steps]
+        token_ids = [token_id for s in steps for token_id in self.tokens_of(s)]
         for step, sequence in zip(steps, sequences, strict=True):
             self._check_blocks(step.seq, step.new_block_ids)
             sequence.block_ids.extend(step.new_block_ids)
@@ -139,7 +165,7 @@ class RunningSequences:
         sampled = tuple(i for i, s in enumerate(steps) if s.sample)
         return Batch(
             seqs=tuple(s.seq for s in steps),
-            token_ids=torch.tensor([t for s in steps for t in s.token_ids], dtype=torch.int64, device=device),
+            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
             ragged=ragged,
             sampled=sampled,
             last_rows=ragged.query_start[1:][list(sampled)] - 1,

@@ -13,6 +13,9 @@ import msgspec
 from kv_transfer.landing import Landing
 from router.protocol import NumaBinding, SamplingParams, TokenLogprobs, WorkerState
 
+PREVIOUS = -1
+"""In place of a step's only token: the one that the sequence's step before has sampled, known to the rank alone yet."""
+
 NO_MEMORY = "out of memory"
 CACHE_CORRUPT = "the cache that arrived is not what was sent: "
 GUIDE_FAILED = "the guide of the answer failed: "
@@ -53,7 +56,10 @@ class SequenceStart(PlanMessage, frozen=True, kw_only=True):
 
 
 class SequenceStep(PlanMessage, frozen=True, kw_only=True, array_like=True):
-    """Run `token_ids` at positions start.. of a sequence; sample one token after the last if `sample`."""
+    """Run `token_ids` at positions start.. of a sequence; sample one token after the last if `sample`.
+
+    token_ids [PREVIOUS]: sent before the result of the step before. If that has failed, so has this, for its reason.
+    """
 
     seq: int
     start: int

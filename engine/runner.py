@@ -12,6 +12,7 @@ A step for which there is no memory has not happened. It runs again without its 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,23 @@ class Outcome(NamedTuple):
     tokens: list[tuple[int, int]]
     failed: list[tuple[int, str]]
     logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Ticket:
+    """A plan that was launched. After `collect`, unless they are not measured:
+
+    gpu_ms: what its step took on the device.   gap_ms: how long the device was idle between the step before and this.
+    """
+
+    outcome: Outcome
+    gpu_ms: float | None = None
+    gap_ms: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """`collect` would not wait."""
+        return True
 
 
 class ModelRunner:
@@ -105,7 +123,14 @@ class ModelRunner:
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
             self._grammars.warm()
 
-    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Begin a plan, behind those begun before. Raises as `run` does."""
+        return Ticket(self._carry_out(plan))
+
+    def collect(self, ticket: Ticket) -> Outcome:
+        """Wait for a plan's tokens. Tickets are collected in order, and at most two are out."""
+        return ticket.outcome
+
     def run(self, plan: StepPlan) -> Outcome:
         """Carry out a plan.
 
@@ -113,6 +138,10 @@ class ModelRunner:
         that failed for NO_MEMORY is as it was before the plan.
         Raises PlanError if leader and rank are out of step.
         """
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def _carry_out(self, plan: StepPlan) -> Outcome:
         for seq in plan.ends:
             self.sequences.end(seq)
             self._corrupt.pop(seq, None)
@@ -120,13 +149,20 @@ class ModelRunner:
             self.sequences.start(start)
             if start.checksums and (problem := self._compare(start)):
                 self._corrupt[start.seq] = problem
-        failed = [
-            (s.seq, problem)
-            for s in plan.steps
-            if (problem := self._corrupt.get(s.seq) or self.sequences.problem_of(s))
-        ]
-        refused = {seq for seq, _ in failed}
-        steps = [s for s in plan.steps if s.seq not in refused]
+        outcome = self._steps(plan)
+        self.sequences.note(plan.steps, dict(outcome.tokens), dict(outcome.failed))
+        return outcome
+
+    def _steps(self, plan: StepPlan) -> Outcome:
+        """Run those steps of a plan that can run and for which there is memory."""
+        failed: list[tuple[int, str]] = []
+        steps: list[SequenceStep] = []
+        for step in plan.steps:
+            if problem := self._corrupt.get(step.seq) or self.sequences.problem_of(step):
+                self.sequences.skip(step)
+                failed.append((step.seq, problem))
+            else:
+                steps.append(step)
         if not steps:
             return Outcome([], failed)
         if self._model is None:
