@@ -134,8 +134,8 @@ class Scheduler:
         Its end goes with the next plan in either case: the ranks carry out plans in order.
         """
         del self.running[sequence.seq]
-        for some in (self._parked, self._delayed, self._lost):
-            some.discard(sequence.seq)
+        self._parked.discard(sequence.seq)
+        self._delayed.discard(sequence.seq)
         self._ends.append(sequence.seq)
         self._retry_at = 0
         if sequence.seq not in self._under_way:
@@ -197,7 +197,7 @@ class Scheduler:
             if step.seq in self.running:
                 progress.append(self._commit(self.running[step.seq], step, sampled, failed))
                 continue
-            self.num_wasted += 1
+            self.num_wasted += step.seq not in failed
             if step.seq not in self._under_way:
                 progress.append(Progress(self._leaving.pop(step.seq), is_out=True))
         return progress
@@ -209,7 +209,8 @@ class Scheduler:
         tried = [step for step in plan.steps if step.seq not in lost]
         hungry = [step.seq for step in tried if failed.get(step.seq) == NO_MEMORY]  # oldest first
         if not hungry:
-            return lost
+            return lost & self.running.keys()
+        self._lost |= self._under_way.keys() & hungry
         self.num_delays += 1
         if len(hungry) == len(tried):
             newest = hungry.pop()
@@ -220,9 +221,7 @@ class Scheduler:
         else:
             self._delayed.update(self.running.keys() & hungry)
             self._retry_at = self._number + RETRY_STEPS
-        untouched = self.running.keys() & hungry
-        self._lost |= untouched & self._under_way.keys()
-        return lost | untouched
+        return self.running.keys() & lost.union(hungry)
 
     def _try_delayed(self) -> None:
         """Let the oldest delayed sequence in again, if it is time or nothing else would run."""
