@@ -73,6 +73,9 @@ class DecodeWorker:
             max_num_batched_tokens=config.max_num_seqs,
             max_model_len=plan.max_model_len,
             eos_token_ids=eos_token_ids,
+            steps_ahead=1,
+            # Where a test holds or strikes a sequence, nothing further of it must be under way.
+            waits_for_token=lambda sequence: self.seams.is_armed("decode_step", sequence.request_id),
         )
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[SequenceOutput] = []
@@ -176,7 +179,7 @@ class DecodeWorker:
 
     @property
     def is_idle(self) -> bool:
-        return not self._sequences and not self.landings.num_held
+        return not self._sequences and not self._scheduler.num_leaving and not self.landings.num_held
 
     def stats(self) -> WorkerStats:
         return WorkerStats(
@@ -189,6 +192,7 @@ class DecodeWorker:
             open_landings=self.landings.num_open,
             num_steps=self._num_steps,
             steps_without_memory=self._scheduler.num_delays,
+            wasted_steps=self._scheduler.num_wasted,
             output_tokens=self._num_output_tokens,
             arrival_seconds=self._arrival_seconds,
             timed_arrivals=self._num_timed,
@@ -234,14 +238,16 @@ class DecodeWorker:
 
     def _advance(self, progress: Progress) -> None:
         sequence = progress.sequence
-        if progress.is_aborted:
+        if progress.is_out:
             self._release(sequence)
+        if progress.token_id is None and not progress.error:
+            assert progress.is_out, "a decode step always reaches its sequence's last token"
             return
         if progress.error:
             self._num_corrupt += CACHE_CORRUPT in progress.error
             self._say_error(sequence.request_id, errors.of_step("decode", progress.error))
         else:
-            assert progress.token_id is not None, "a decode step always reaches its sequence's last token"
+            assert progress.token_id is not None
             self._num_output_tokens += 1
             self._outputs.append(
                 SequenceOutput(
@@ -254,8 +260,9 @@ class DecodeWorker:
             )
         if progress.error or progress.finish_reason:
             del self._sequences[sequence.request_id]
-            self._release(sequence)
             return
+        if self._scheduler.is_under_way(sequence):
+            return  # it went on, so nothing was armed then: a fault armed since meets it after the next token
         self._scheduler.park(sequence)
         self.seams.at(
             "decode_step",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.plan import StepPlan
+from engine.plan import PREVIOUS, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def digest(token_ids: Sequence[int]) -> bytes:
 
 
 class LogitsLog:
-    """Hears of every plan before it runs (`on_plan`) and of every row of logits (`on_logits`)."""
+    """Hears of every plan before it runs (`on_plan`), of every row of logits (`on_logits`), and then of the tokens."""
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,14 @@ class LogitsLog:
         for start in plan.starts:
             self._tokens[start.seq] = list(start.token_ids)
         for step in plan.steps:
-            self._tokens[step.seq][step.start :] = step.token_ids
+            if step.token_ids != [PREVIOUS]:
+                self._tokens[step.seq][step.start :] = step.token_ids
+
+    def on_tokens(self, tokens: Sequence[tuple[int, int]]) -> None:
+        """Hear what a plan has sampled: the next may go on from it without naming it."""
+        for seq, token_id in tokens:
+            if seq in self._tokens:  # not a branch
+                self._tokens[seq].append(token_id)
 
     def on_logits(self, seq: int, position: int, logits: Tensor) -> None:
         """Append one record: logits [V] for what follows `position`."""

@@ -1,7 +1,8 @@
 """EngineLoop: the thread of a leader that plans steps, sends them to the ranks and takes in what comes back.
 
 It owns the worker and its books; nobody else touches them. The HTTP side hands it functions with `call`; the
-ranks' messages arrive over the rings. One step is under way at a time.
+ranks' messages arrive over the rings. Two steps may be under way: the ranks have the next before they end the one
+before, so that they never wait for this thread.
 
     call / rank message -> worker -> schedule -> StepPlan -> ranks -> StepResult -> commit -> outputs
 """
@@ -29,6 +30,7 @@ from router.protocol import SequenceOutput, WorkerState, WorkerStats
 
 log = logging.getLogger(__name__)
 
+STEPS_UNDER_WAY = 2
 _TICK_S = 0.25
 STOPPED_AFTER_S = 3.0
 MUTE_AFTER_S = 10.0
@@ -45,10 +47,10 @@ class Worker(Protocol):
         """Every rank can take plans; called once, before anything is scheduled."""
 
     def schedule(self) -> messages.StepPlan | None:
-        """Return the next step, None if there is nothing to tell the ranks."""
+        """Return the next step, None if there is nothing to tell the ranks yet. A step may be under way."""
 
     def commit(self, plan: messages.StepPlan, result: messages.StepResult) -> None:
-        """Take in the tokens of `plan`."""
+        """Take in the tokens of `plan`, the oldest step under way."""
 
     def on_rank_message(self, message: messages.RankMessage) -> None:
         """Take in anything but progress and step results."""
@@ -100,8 +102,9 @@ class EngineLoop(Generic[W]):
         self._ready: dict[int, messages.RankReady] = {}
         self._pids: dict[int, int] = {}
         self._pulses: dict[int, tuple[int, float]] = {}
-        self._step: messages.StepPlan | None = None
-        self._results: dict[int, messages.StepResult] = {}
+        self._steps: collections.deque[messages.StepPlan] = collections.deque()  # under way, oldest first
+        self._results: dict[int, dict[int, messages.StepResult]] = {}  # of those, by number and rank
+        self._has_news = False
         self._stopping = self._has_ended = False
         self.num_steps = 0
 
@@ -160,7 +163,8 @@ class EngineLoop(Generic[W]):
                 self._listen()
                 self._plan()
                 outputs = self.worker.take_outputs()
-                if outputs:
+                if outputs or self._has_news:
+                    self._has_news = False
                     self._listener.on_outputs(outputs, self.worker.stats())
                 if not self._calls and not self._stopping:
                     self._wait()
@@ -233,19 +237,21 @@ class EngineLoop(Generic[W]):
                 self.worker.on_rank_message(message)
 
     def _on_result(self, result: messages.StepResult) -> None:
-        assert self._step is not None and result.number == self._step.number, "answer to a step that is not under way"
-        self._results[result.rank] = result
-        if len(self._results) == len(self._end.channels):
-            step, self._step = self._step, None
-            self.worker.commit(step, merge_results(self._results))
-            self._results.clear()
+        assert any(result.number == step.number for step in self._steps), "answer to a step that is not under way"
+        self._results.setdefault(result.number, {})[result.rank] = result
+        # Each rank answers in order, so no step is complete before an older one.
+        if len(self._results[result.number]) == len(self._end.channels):
+            self.worker.commit(self._steps.popleft(), merge_results(self._results.pop(result.number)))
+            self._has_news = True  # room may have become free without an output: the router waits for it
 
     def _plan(self) -> None:
-        if self._step is None and len(self._ready) == len(self._end.channels):
-            self._step = self.worker.schedule()
-            if self._step is not None:
-                self.num_steps += 1
-                self.send(self._step)
+        while len(self._steps) < STEPS_UNDER_WAY and len(self._ready) == len(self._end.channels):
+            step = self.worker.schedule()
+            if step is None:
+                return
+            self._steps.append(step)
+            self.num_steps += 1
+            self.send(step)
 
     def _watch(self, pid: int, rank: int) -> None:
         if pid not in self._pids:

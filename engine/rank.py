@@ -9,6 +9,7 @@ rank ends: nobody else would free what it holds.
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import select
@@ -33,7 +34,7 @@ from kv_transfer.transports import make_transport
 
 if TYPE_CHECKING:
     from engine.arrivals import ArrivalThread
-    from engine.runner import ModelRunner
+    from engine.runner import ModelRunner, Ticket
     from engine.transfers import TransferThread
     from kv_transfer.transport import KvTransport
 
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 60.0
 _PATIENCE_S = 3600.0
 _PULSE_S = 0.5
+_STEPS_LAUNCHED = 2
+_NAP_S = 1e-4
+"""How often a step alone under way is looked at: who blocks for it can't launch the next behind it."""
 
 
 def run_rank(config: EngineConfig, run_dir: Path, rank: int) -> None:
@@ -68,6 +72,7 @@ class RankProcess:
         self._logits_log: LogitsLog | None = None
         self._is_done = False
         self._runner: ModelRunner
+        self._launched: collections.deque[tuple[int, Ticket]] = collections.deque()  # plans' numbers, oldest first
         self._transfers: TransferThread | None = None
         self._arrivals: ArrivalThread | None = None
 
@@ -81,7 +86,14 @@ class RankProcess:
             received = self._channel.receive()
             for data in received:
                 self._obey(messages.decode_leader_message(data))
-            if not received and self._waiter.wait(_PATIENCE_S):
+            if received:
+                continue  # the next plan may be there: it is launched before the result of this one is waited for
+            if len(self._launched) == _STEPS_LAUNCHED:
+                self._collect()
+            elif self._launched:
+                self._waiter.nap(_NAP_S)
+                self._collect_ready()
+            elif self._waiter.wait(_PATIENCE_S):
                 raise PeerGone("the leader has ended")
         if self._transfers is not None:
             self._transfers.stop()
@@ -186,18 +198,12 @@ class RankProcess:
     def _obey(self, message: messages.LeaderMessage) -> None:
         match message:
             case messages.StepPlan():
+                if len(self._launched) == _STEPS_LAUNCHED:
+                    self._collect()
                 if self._logits_log is not None:
                     self._logits_log.on_plan(message)
-                tokens, failed, logprobs = self._runner.run(message)
-                self.send(
-                    messages.StepResult(
-                        rank=self._rank,
-                        number=message.number,
-                        tokens=tokens,
-                        failed=failed,
-                        logprobs=list(logprobs) if self._rank == 0 else [],
-                    )
-                )
+                self._launched.append((message.number, self._runner.launch(message)))
+                self._collect_ready()
             case messages.PumpHint():
                 if self._arrivals is not None:
                     self._arrivals.hint(message.open_landings)
@@ -206,6 +212,27 @@ class RankProcess:
             case _:
                 assert self._transfers is not None, f"a decode rank was told {type(message).__name__}"
                 self._transfers.order(message)
+
+    def _collect_ready(self) -> None:
+        """Answer every step that has ended."""
+        while self._launched and self._launched[0][1].is_ready:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the oldest step launched, and answer it."""
+        number, ticket = self._launched.popleft()
+        tokens, failed, logprobs = self._runner.collect(ticket)
+        if self._logits_log is not None:
+            self._logits_log.on_tokens(tokens)
+        self.send(
+            messages.StepResult(
+                rank=self._rank,
+                number=number,
+                tokens=tokens,
+                failed=failed,
+                logprobs=list(logprobs) if self._rank == 0 else [],
+            )
+        )
 
 
 def _find_leader(run_dir: Path) -> LeaderAddress:

@@ -131,6 +131,11 @@ class Waiter:
         self._pids[fd] = pid
         self._poll.register(fd, select.POLLIN)
 
+    def nap(self, timeout_s: float) -> None:
+        """Sleep until the doorbell rings, or so long: less than a millisecond, too, which `wait` would round up."""
+        if select.select([self._bell.fd], [], [], timeout_s)[0]:
+            self._bell.hush()
+
     def has_ended(self, pid: int) -> bool:
         """Return whether a process that was watched has ended; `wait` says it once all the same."""
         fds = [fd for fd, known in self._pids.items() if known == pid]

@@ -3,20 +3,27 @@
 There is no notion of prefill or decode here: a sequence has tokens whose cache rows do not exist yet, the step runs as
 many of them as the budget allows, and when it reaches the last one it samples. Decode is the case of one token left.
 
-    add -> waiting -> running -> (finished | failed | aborted): out, its blocks are the caller's again
+    add -> waiting -> running -> (finished | failed | aborted) -> out: its blocks are the caller's again
     running <-> delayed: there was no memory for it; tried again when another has left, and some steps later
+    ended, but a step has it under way: leaving; it is out when that step, which is wasted, has been committed
+
+With `steps_ahead` the next step is planned before the result of the one under way is known. A sequence goes on in it if
+its next token can change nothing but whether it ends: the step then runs PREVIOUS. Its cache is written until that step
+has been committed, so blocks and slot stay taken, although its end is known a step before.
 
 The ranks leave the newest sequences out of a step that does not fit into memory. Those are delayed, and nothing new is
-started, as long as anything else runs; if nothing at all fits, the newest fails, one in each step.
+started, as long as anything else runs; if nothing at all fits, the newest fails, one in each step. A step ahead of one
+that has not happened does not happen either.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 
 from engine.block_allocator import BlockAllocator
-from engine.plan import NO_MEMORY, SequenceBranch, SequenceStart, SequenceStep, StepPlan, StepResult
+from engine.plan import NO_MEMORY, PREVIOUS, SequenceBranch, SequenceStart, SequenceStep, StepPlan, StepResult
 from engine.sequence import Sequence
 from router.protocol import FinishReason, TokenLogprobs
 
@@ -28,8 +35,8 @@ RETRY_STEPS = 64
 class Progress:
     """What one step did to one sequence.
 
-    token_id: None while a chunk has not reached the last token.   finish_reason or error: it is out of the scheduler.
-    is_aborted: it was aborted while the step was under way and is out now.
+    token_id: None while a chunk has not reached the last token.   finish_reason or error: how it has ended.
+    is_out: no step has it under way any more, its blocks and slot are the caller's. Alone: it had ended before.
     branches: the same of each branch of the sequence, when it has sampled.
     """
 
@@ -37,7 +44,7 @@ class Progress:
     token_id: int | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
-    is_aborted: bool = False
+    is_out: bool = False
     logprobs: TokenLogprobs | None = None
     branches: tuple[Progress, ...] = ()
 
@@ -62,43 +69,57 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        steps_ahead: int = 0,
+        waits_for_token: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
+        """steps_ahead: how many steps may be planned behind one whose result is not known, 0 or 1.
+
+        waits_for_token: whether a sequence must not go on before its token is known, for the caller's own reasons.
+        """
         self._blocks, self._block_tokens = blocks, block_tokens
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
+        self._steps_ahead, self._waits_for_token = steps_ahead, waits_for_token
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[int, Sequence] = {}
         self._parked: set[int] = set()
         self._delayed: set[int] = set()
         self._retry_at = 0
-        self.num_delays = 0
+        self._lost: set[int] = set()  # their step under way is ahead of one that has not happened
+        self.num_delays = self.num_wasted = 0
         self._ends: list[int] = []
-        self._number = 0
-        self._under_way: set[int] = set()
-        self._aborted_under_way: set[int] = set()
+        self._number = self._num_under_way = 0
+        self._under_way: dict[int, list[SequenceStep]] = {}  # steps by seq, oldest first; never an empty list
+        self._leaving: dict[int, Sequence] = {}
 
     @property
     def queued_tokens(self) -> int:
         """Tokens here whose cache rows do not exist yet."""
         return sum(len(s.token_ids) - s.num_computed for s in (*self.waiting, *self.running.values()))
 
+    @property
+    def num_leaving(self) -> int:
+        """Sequences that have ended in a step that is under way."""
+        return len(self._leaving)
+
     def holds(self, sequence: Sequence) -> bool:
-        """The sequence is waiting, running, or aborted in a step that is under way."""
-        return sequence.seq in self.running or sequence in self.waiting
+        """The sequence is waiting, running, or has ended while a step has it under way."""
+        return sequence.seq in self.running or sequence.seq in self._leaving or sequence in self.waiting
+
+    def is_under_way(self, sequence: Sequence) -> bool:
+        """A step whose result is not known has the sequence."""
+        return sequence.seq in self._under_way
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> bool:
         """Take a sequence out. True: it is out now. False: a step has it under way, commit will report it."""
-        if sequence.seq in self._under_way:
-            self._aborted_under_way.add(sequence.seq)
-            return False
         if sequence.seq in self.running:
-            self.remove(sequence)
-        elif sequence in self.waiting:
+            return self.remove(sequence)
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
-        return True
+        return sequence.seq not in self._leaving
 
     def park(self, sequence: Sequence) -> None:
         """Leave a running sequence out of the next steps."""
@@ -107,16 +128,28 @@ class Scheduler:
     def unpark(self, sequence: Sequence) -> None:
         self._parked.discard(sequence.seq)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a running sequence that no step has under way."""
+    def remove(self, sequence: Sequence) -> bool:
+        """Take out a running sequence. True: it is out now. False: a step has it under way, commit will report it.
+
+        Its end goes with the next plan in either case: the ranks carry out plans in order.
+        """
         del self.running[sequence.seq]
         self._parked.discard(sequence.seq)
         self._delayed.discard(sequence.seq)
         self._ends.append(sequence.seq)
         self._retry_at = 0
+        if sequence.seq not in self._under_way:
+            return True
+        self._leaving[sequence.seq] = sequence
+        return False
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step; None if the ranks need not be told anything."""
+        """Return the next step; None if the ranks need not be told anything, or nothing before a commit."""
+        if self._num_under_way > self._steps_ahead:
+            return None
+        # If nobody goes on, the step under way is waited for: others would run in turns with its sequences for ever.
+        if self._num_under_way and not any(self._goes_on(sequence) for sequence in self.running.values()):
+            return None
         starts, steps = [], []
         budget = self._max_num_batched_tokens
         self._try_delayed()
@@ -125,7 +158,12 @@ class Scheduler:
                 break
             if sequence.seq in self._parked or sequence.seq in self._delayed:
                 continue
-            steps.append(self._step(sequence, budget))
+            if sequence.seq not in self._under_way:
+                steps.append(self._step(sequence, budget))
+            elif self._goes_on(sequence):
+                steps.append(self._step_ahead(sequence))
+            else:
+                continue
             budget -= len(steps[-1].token_ids)
         while self.waiting and budget and len(self.running) < self._max_num_seqs and not self._delayed:
             sequence = self.waiting.popleft()
@@ -137,60 +175,72 @@ class Scheduler:
             return None
         self._number += 1
         ends, self._ends = self._ends, []
-        self._under_way = {step.seq for step in steps}
+        self._num_under_way += 1
+        for step in steps:
+            self._under_way.setdefault(step.seq, []).append(step)
         return StepPlan(number=self._number, starts=starts, steps=steps, ends=ends)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Take in what the ranks answered to `plan`. Nothing is returned of sequences that are delayed."""
+        """Take in what the ranks answered to `plan`, the oldest under way. Nothing is returned of what is delayed."""
         sampled, failed = _Sampled(dict(result.tokens), dict(result.logprobs)), dict(result.failed)
-        self._under_way = set()
+        self._num_under_way -= 1
+        for step in plan.steps:
+            first, *later = self._under_way.pop(step.seq)
+            assert first.start == step.start, "steps are committed in the order in which they were scheduled"
+            if later:
+                self._under_way[step.seq] = later
         untouched = self._delay(plan, failed)
-        return [
-            self._commit(self.running[step.seq], step, sampled, failed)
-            for step in plan.steps
-            if step.seq not in untouched or step.seq in self._aborted_under_way
-        ]
+        progress = []
+        for step in plan.steps:
+            if step.seq in untouched:
+                continue
+            if step.seq in self.running:
+                progress.append(self._commit(self.running[step.seq], step, sampled, failed))
+                continue
+            self.num_wasted += step.seq not in failed
+            if step.seq not in self._under_way:
+                progress.append(Progress(self._leaving.pop(step.seq), is_out=True))
+        return progress
 
     def _delay(self, plan: StepPlan, failed: dict[int, str]) -> set[int]:
         """Return the sequences to which nothing has happened; the others keep their entries in `failed`."""
-        hungry = [step.seq for step in plan.steps if failed.get(step.seq) == NO_MEMORY]  # oldest first
+        lost = self._lost.intersection(step.seq for step in plan.steps)
+        self._lost -= lost
+        tried = [step for step in plan.steps if step.seq not in lost]
+        hungry = [step.seq for step in tried if failed.get(step.seq) == NO_MEMORY]  # oldest first
         if not hungry:
-            return set()
+            return lost & self.running.keys()
+        self._lost |= self._under_way.keys() & hungry
         self.num_delays += 1
-        if len(hungry) == len(plan.steps):
+        if len(hungry) == len(tried):
             newest = hungry.pop()
             failed[newest] = (
-                f"{NO_MEMORY} for a step of {len(plan.steps[-1].token_ids)} tokens although nothing else ran; lower "
+                f"{NO_MEMORY} for a step of {len(tried[-1].token_ids)} tokens although nothing else ran; lower "
                 "max_num_batched_tokens or kv_cache_memory_gib"
             )
         else:
-            self._delayed.update(hungry)
+            self._delayed.update(self.running.keys() & hungry)
             self._retry_at = self._number + RETRY_STEPS
-        return set(hungry)
+        return self.running.keys() & lost.union(hungry)
 
     def _try_delayed(self) -> None:
         """Let the oldest delayed sequence in again, if it is time or nothing else would run."""
-        if self._delayed and (self._number >= self._retry_at or self._delayed >= self.running.keys() - self._parked):
-            self._delayed.remove(min(self._delayed))
+        free = self._delayed - self._lost
+        if free and (self._number >= self._retry_at or self._delayed >= self.running.keys() - self._parked):
+            self._delayed.remove(min(free))
             self._retry_at = self._number + RETRY_STEPS
 
     def _commit(self, sequence: Sequence, step: SequenceStep, sampled: _Sampled, failed: dict[int, str]) -> Progress:
-        if sequence.seq in self._aborted_under_way:
-            self._aborted_under_way.remove(sequence.seq)
-            self.remove(sequence)
-            return Progress(sequence, is_aborted=True)
         error = self._error(sequence, step, sampled, failed)
         if error:
-            self.remove(sequence)
-            return Progress(sequence, error=error)
+            return Progress(sequence, error=error, is_out=self.remove(sequence))
         sequence.num_computed += len(step.token_ids)
         if not step.sample:
             return Progress(sequence)
         branches = tuple(self._append(branch, sampled) for branch in sequence.branches)
         progress = self._append(sequence, sampled)
-        if progress.finish_reason is not None:
-            self.remove(sequence)
-        return dataclasses.replace(progress, branches=branches) if branches else progress
+        is_out = progress.finish_reason is not None and self.remove(sequence)
+        return dataclasses.replace(progress, branches=branches, is_out=is_out)
 
     def _error(self, sequence: Sequence, step: SequenceStep, sampled: _Sampled, failed: dict[int, str]) -> str:
         """Return why the step of a sequence has failed, its branches included, else ""."""
@@ -208,20 +258,47 @@ class Scheduler:
         reason = sequence.append(token_id, eos_token_ids=self._eos_token_ids, max_model_len=self._max_model_len)
         return Progress(sequence, token_id, reason, logprobs=sampled.logprobs.get(sequence.seq))
 
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence that a step has under way can run the token which that step samples.
+
+        Not if a mask or a test makes that token, or if it is certain to be the last. A guided sequence, whose mask
+        takes the host as long as a step, runs in every other step.
+        """
+        under_way, sampling = self._under_way.get(sequence.seq, ()), sequence.sampling
+        return (
+            len(under_way) == 1
+            and under_way[0].sample
+            and not any(sequence.seq in some for some in (self._parked, self._delayed, self._lost))
+            and not sequence.branches
+            and sampling.guide is None
+            and len(sampling.forced_token_ids) <= sequence.num_outputs < sampling.max_tokens - 1
+            and len(sequence.token_ids) < self._max_model_len - 1
+            and not self._waits_for_token(sequence)
+        )
+
+    def _step_ahead(self, sequence: Sequence) -> SequenceStep:
+        start = len(sequence.token_ids)
+        grown = self._grow(sequence, start + 1)
+        return SequenceStep(seq=sequence.seq, start=start, token_ids=[PREVIOUS], new_block_ids=grown, sample=True)
+
     def _step(self, sequence: Sequence, budget: int) -> SequenceStep:
         start = sequence.num_computed
         end = min(len(sequence.token_ids), start + budget)
-        missing = -(-end // self._block_tokens) - len(sequence.block_ids)
-        grown = self._blocks.grow(missing) if missing > 0 else []
-        sequence.promised -= len(grown)
-        sequence.block_ids += grown
         return SequenceStep(
             seq=sequence.seq,
             start=start,
             token_ids=sequence.token_ids[start:end],
-            new_block_ids=grown,
+            new_block_ids=self._grow(sequence, end),
             sample=end == len(sequence.token_ids),
         )
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Give a sequence the blocks for so many tokens; return the new ones."""
+        missing = -(-num_tokens // self._block_tokens) - len(sequence.block_ids)
+        grown = self._blocks.grow(missing) if missing > 0 else []
+        sequence.promised -= len(grown)
+        sequence.block_ids += grown
+        return grown
 
 
 def _start(sequence: Sequence) -> SequenceStart:

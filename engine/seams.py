@@ -65,6 +65,10 @@ class Seams:
     def arm(self, fault: Fault) -> None:
         self._armed.append(fault)
 
+    def is_armed(self, point: Point, request_id: str) -> bool:
+        """Whether this request may be struck at a point yet, now or later."""
+        return any(fault.point == point and fault.request in request_id for fault in self._armed)
+
     def reached(self) -> list[str]:
         """Return "point request_id" of every fault that came to pass, oldest first."""
         return list(self._reached)

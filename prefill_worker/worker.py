@@ -106,6 +106,8 @@ class PrefillWorker:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
             eos_token_ids=eos_token_ids,
+            # A step here takes many times as long as planning the next, and pushes are ordered when it is committed.
+            steps_ahead=0,
         )
         self._pushes = PushTable(num_ranks=config.ranks, block_tokens=config.block_size)
         self._prefills: dict[int, _Prefill] = {}  # by seq
@@ -260,6 +262,7 @@ class PrefillWorker:
             open_landings=len(self._pushes),
             num_steps=self._num_steps,
             steps_without_memory=self._scheduler.num_delays,
+            wasted_steps=self._scheduler.num_wasted,
             prompt_tokens=self._num_prompt_tokens,
             output_tokens=self._num_output_tokens,
             transfer_bytes=totals.num_bytes,
@@ -312,7 +315,7 @@ class PrefillWorker:
     def _advance(self, progress: Progress) -> None:
         sequence = progress.sequence
         prefill = self._prefills.get(sequence.seq)
-        if progress.is_aborted or prefill is None:
+        if prefill is None:  # dropped while the step was under way
             self._settle(sequence)
         elif progress.error:
             self._drop(prefill, errors.of_step("prefill", progress.error))

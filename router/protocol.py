@@ -297,6 +297,7 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
 
     free_blocks: not held, not quarantined and not promised to a running request's growth.
     steps_without_memory: steps that did not fit into memory, and left out or failed their newest sequences.
+    wasted_steps: steps of single sequences that had ended, or were aborted, while the step was under way.
     transfer_seconds: of all writes of the cache, of which transfer_post_seconds in the transport's call, and
     transfer_exposed_seconds after the first token was there, when nothing hides them any more.
     handovers: caches handed over whole; per rank at prefill.   arrival_seconds: at decode, from the post of the last
@@ -315,6 +316,7 @@ class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     open_landings: int = 0
     num_steps: int = 0
     steps_without_memory: int = 0
+    wasted_steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     transfer_bytes: int = 0

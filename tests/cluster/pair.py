@@ -16,6 +16,7 @@ from decode_worker.worker import DecodeWorker
 from engine import plan as messages
 from engine.block_allocator import BlockAllocator
 from engine.config import EngineConfig
+from engine.loop import STEPS_UNDER_WAY
 from engine.memory_plan import plan_memory
 from engine.model.config import load_config
 from engine.runner import ModelRunner
@@ -67,6 +68,7 @@ class Group:
         self.runners = [self._runner(rank) for rank in range(num_ranks)]
         self.runner = self.runners[0]
         self.common = dict(vocab_size=model.vocab_size, eos_token_ids=frozenset(model.eos_token_ids), send=self.send)
+        self.under_way = collections.deque()  # plans that were run, each with what came of it
         self.to_rank = collections.deque()
         self.to_leader = collections.deque()
         self.names = {}
@@ -109,16 +111,16 @@ class Group:
         )
 
     def deliver(self):
-        """Run what is due on both sides once; True if anything happened."""
-        plan = self.worker.schedule()
-        if plan is not None:
+        """Run what is due on both sides once; True if anything happened. The ranks are as far ahead as they may be."""
+        while len(self.under_way) < STEPS_UNDER_WAY and (plan := self.worker.schedule()) is not None:
             for start in plan.starts:
                 self.names[start.seq] = self.worker._scheduler.running[start.seq].request_id
             results = [r.run(messages.decode_leader_message(messages.encode(plan))) for r in self.runners]
             assert all(result == results[0] for result in results), "the ranks disagree"
-            tokens, failed, _ = results[0]
-            self.worker.commit(plan, messages.StepResult(rank=0, number=plan.number, tokens=tokens, failed=failed))
-        moved = plan is not None or bool(self.to_rank or self.to_leader)
+            self.under_way.append((plan, results[0]))
+        moved = bool(self.under_way or self.to_rank or self.to_leader)
+        if self.under_way:
+            self._commit()
         while self.to_rank:
             self.obey(messages.decode_leader_message(self.to_rank.popleft()))
         self.pump()
@@ -126,7 +128,14 @@ class Group:
             self.worker.on_rank_message(messages.decode_rank_message(self.to_leader.popleft()))
         return moved
 
+    def _commit(self):
+        plan, (tokens, failed, _) = self.under_way.popleft()
+        self.worker.commit(plan, messages.StepResult(rank=0, number=plan.number, tokens=tokens, failed=failed))
+
     def is_all_free(self):
+        """Nothing is held, once the steps have ended that sequences at their end were still in."""
+        while self.worker._scheduler.num_leaving:
+            self._commit()
         stats = self.worker.stats()
         return (stats.free_blocks, stats.free_slots, stats.held_blocks, stats.quarantined_blocks) == (
             self.plan.num_blocks,

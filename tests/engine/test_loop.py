@@ -20,7 +20,8 @@ from engine.seams import Seams
 from router.protocol import NumaBinding, SequenceOutput, WorkerState, WorkerStats
 
 
-def _rank(address: dict[str, object], die_at: int) -> None:
+def _rank(address: dict[str, object], die_at: int, late_until: int) -> None:
+    """Answer each step with its token plus one; before step `late_until`, only when the next step has come."""
     channel, bell = open_rank_end(address, 0)
     waiter = Waiter(bell)
     waiter.watch(address["pid"])  # type: ignore[arg-type]
@@ -40,6 +41,7 @@ def _rank(address: dict[str, object], die_at: int) -> None:
             )
         )
     )
+    token, late = 0, list[messages.StepResult]()
     while True:
         for data in channel.receive():
             message = messages.decode_leader_message(data)
@@ -48,17 +50,21 @@ def _rank(address: dict[str, object], die_at: int) -> None:
             assert isinstance(message, messages.StepPlan)
             if message.number == die_at:
                 os._exit(9)
-            tokens = [(step.seq, step.token_ids[-1] + 1) for step in message.steps]
-            channel.send(messages.encode(messages.StepResult(rank=0, number=message.number, tokens=tokens)))
+            (step,) = message.steps
+            token = (token if step.token_ids == [messages.PREVIOUS] else step.token_ids[0]) + 1
+            late.append(messages.StepResult(rank=0, number=message.number, tokens=[(step.seq, token)]))
+            while len(late) > (message.number < late_until):
+                channel.send(messages.encode(late.pop(0)))
         if waiter.wait(10):
             return
 
 
 class CountingWorker:
-    """Runs `left` steps of one sequence; each token is the last plus one."""
+    """Runs `left` steps of one sequence, with up to `ahead` planned before a token is known."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, left: int, ahead: int) -> None:
         self.left, self.tokens, self.outputs = left, [0], list[SequenceOutput]()
+        self.ahead, self.number, self.under_way = ahead, 0, [0]
         self.aborted, self.seams = "", Seams()
         self.planned: messages.StepPlan | None = None
         self.on_abort: Callable[[], None] = lambda: None
@@ -66,14 +72,19 @@ class CountingWorker:
     def on_ready(self, ranks: list[messages.RankReady]) -> None: ...
 
     def schedule(self) -> messages.StepPlan | None:
-        if not self.left:
+        if not self.left or self.under_way[-1] > self.ahead:
             planned, self.planned = self.planned, None
             return planned
         self.left -= 1
-        step = messages.SequenceStep(seq=1, start=0, token_ids=[self.tokens[-1]], new_block_ids=[], sample=True)
-        return messages.StepPlan(number=len(self.tokens), steps=[step])
+        self.number += 1
+        token = messages.PREVIOUS if self.under_way[-1] else self.tokens[-1]
+        self.under_way.append(self.under_way[-1] + 1)
+        step = messages.SequenceStep(seq=1, start=0, token_ids=[token], new_block_ids=[], sample=True)
+        return messages.StepPlan(number=self.number, steps=[step])
 
     def commit(self, plan: messages.StepPlan, result: messages.StepResult) -> None:
+        assert plan.number == result.number == len(self.tokens)
+        self.under_way.append(self.under_way[-1] - 1)
         self.tokens.append(result.tokens[0][1])
         self.outputs.append(SequenceOutput(request_id="a", index=0, token_ids=[self.tokens[-1]]))
 
@@ -122,12 +133,14 @@ class Ears:
 
 
 class Running:
-    def __init__(self, left: int, *, die_at: int = -1) -> None:
+    def __init__(self, left: int, *, die_at: int = -1, ahead: int = 0, late_until: int = 0) -> None:
         end = LeaderEnd(1)
-        self.ears, self.worker = Ears(), CountingWorker(left)
+        self.ears, self.worker = Ears(), CountingWorker(left, ahead)
         self.loop: EngineLoop[CountingWorker] = EngineLoop(end, self.ears)
         self.loop.worker = self.worker
-        self.rank: SpawnProcess = multiprocessing.get_context("spawn").Process(target=_rank, args=(end.address, die_at))
+        self.rank: SpawnProcess = multiprocessing.get_context("spawn").Process(
+            target=_rank, args=(end.address, die_at, late_until)
+        )
         self.rank.start()
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
@@ -150,6 +163,13 @@ def test_progress_then_ready_then_tokens_in_order(running: Running) -> None:
     heard = [running.ears.next() for _ in range(7)]
     assert heard == [("progress", (0, "loading", "half")), ("ready", 1), *(("token", n) for n in range(1, 6))]
     assert running.loop.num_steps == 5
+
+
+@pytest.mark.parametrize("running", [((5,), {"ahead": 9, "late_until": 5})], indirect=True)
+def test_ranks_have_the_next_step_before_they_answer_and_never_a_third(running: Running) -> None:
+    heard = [running.ears.next() for _ in range(7)]
+    assert heard[2:] == [("token", n) for n in range(1, 6)]
+    assert max(running.worker.under_way) == 2
 
 
 @pytest.mark.parametrize("running", [((0,), {})], indirect=True)

@@ -140,7 +140,7 @@ def test_abort_under_way_is_reported_by_commit_and_told_to_the_ranks() -> None:
     assert plan is not None
     assert scheduler.abort(sequence) is False
     assert scheduler.holds(sequence)
-    assert [p.is_aborted for p in scheduler.commit(plan, _answer(plan))] == [True]
+    assert [p.is_out for p in scheduler.commit(plan, _answer(plan))] == [True]
     assert not scheduler.holds(sequence)
     last = scheduler.schedule()
     assert last is not None and last.ends == [1] and not last.steps
@@ -258,7 +258,7 @@ def test_abort_under_way_of_a_sequence_without_memory_is_reported() -> None:
     plan = scheduler.schedule()
     assert plan is not None and not scheduler.abort(sequences[1])
     progress = scheduler.commit(plan, _without_memory_for(plan, 2))
-    assert [(p.sequence.seq, p.is_aborted) for p in progress] == [(1, False), (2, True)]
+    assert [(p.sequence.seq, p.is_out) for p in progress] == [(1, False), (2, True)]
     assert not scheduler.holds(sequences[1])
 
 
@@ -309,7 +309,7 @@ def test_random_traffic_computes_every_token_once_and_returns_every_block() -> N
         for step in plan.steps:
             computed[step.seq] -= len(step.token_ids) * (step.seq in hungry)
         for progress in scheduler.commit(plan, _without_memory_for(plan, *hungry)):
-            if progress.finish_reason or progress.is_aborted:
+            if progress.finish_reason or progress.is_out:
                 done = live.pop(progress.sequence.seq)
                 blocks.release(done.block_ids, unused_promise=done.promised)
     for sequence in live.values():
