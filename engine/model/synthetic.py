@@ -75,7 +75,7 @@ def _tensor(
     if spec.kind == "float32":
         return {name: values.to(torch.bfloat16).float() if name.endswith(_NARROW) else values}
     if name.endswith(_WIDE) or not packs:
-        return {name: values.to(torch.bfloat16 if packs else dtype)}
+        return {name: values.to(dtype)}
     scale = torch.full([math.ceil(size / BLOCK) for size in shape], _SCALE, device=device)
     return {name: (values / _SCALE).to(torch.float8_e4m3fn), scale_name(name): scale}
 

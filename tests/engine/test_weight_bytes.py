@@ -28,7 +28,9 @@ def test_experts_that_kernels_cannot_hold_are_counted_dequantised(oracle):
     model = load_config(oracle.folder("mx"))
     assert count_weights(model, Shard(0, 2), dtype="bfloat16", keeps_packed=True).experts == "mxfp4"
     cut_too_thin = Shard(0, 2).of(model).moe_intermediate_size // 2  # 32 channels: no whole step of 64
-    thin = model.__class__(**{f: getattr(model, f) for f in model.__struct_fields__} | {"moe_intermediate_size": 2 * cut_too_thin})
+    thin = model.__class__(
+        **{f: getattr(model, f) for f in model.__struct_fields__} | {"moe_intermediate_size": 2 * cut_too_thin}
+    )
     assert count_weights(thin, Shard(0, 2), dtype="bfloat16", keeps_packed=True).experts == "bfloat16"
 
 
