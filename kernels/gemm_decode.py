@@ -320,7 +320,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (1, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (1, 256, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (1, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
+    (1, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
     (16, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (16, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
     (16, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
@@ -336,7 +336,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
     (64, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (64, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (64, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
+    (64, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
     (256, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
     (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (512, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
@@ -375,11 +375,9 @@ def variants(arch: str) -> list[Variant]:
         warps = _quantize_warps(groups)
         variant = Variant("linear_quantize", quantize_kernel, signature, fixed, warps, 3, tensor_ops=())
         found[f"quantize {channels} {is_normed}"] = variant
-    for x, block in (("*bf16", 1024), ("*fp32", 4096)):
-        signature = {"out_ptr": x, "x_ptr": x, "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
-        fixed = {"BLOCK": block, "PDL": True}
-        variant = Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=())
-        found[f"norm {x}"] = variant
+    signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
+    fixed = {"BLOCK": 1024, "PDL": True}
+    found["norm"] = Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=())
     return list(found.values())
 
 

@@ -59,7 +59,7 @@ class Attention:
         self.heads, self.dim = config.num_attention_heads, config.head_dim
         self.scale = self.dim**-0.5
         self.down, self.latent = Linear(weights, f"{prefix}.wq_a", f"{prefix}.wkv"), config.q_lora_rank
-        self.q_norm = RMSNorm(weights, f"{prefix}.q_norm", self.eps)
+        self.q_norm = RMSNorm(weights, f"{prefix}.q_norm", self.eps, is_narrow=True)
         self.q_up = Linear(weights, f"{prefix}.wq_b")
         self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
         self.sink = weights.pop(f"{prefix}.attn_sink")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
-from engine.model.layers import Linear, RMSNorm, Weights
+from engine.model.layers import Linear, RMSNorm, Weights, narrow
 from kernels.cache_write import write_entries
 from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
@@ -30,14 +30,14 @@ class Compressor:
     def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, ratio: Literal[4, 128] | int) -> None:
         self.ratio = ratio
         self.bias = weights.pop(f"{prefix}.ape")
-        self.weight = torch.cat([weights.pop(f"{prefix}.wkv.weight"), weights.pop(f"{prefix}.wgate.weight")])
+        self.weight = narrow(torch.cat([weights.pop(f"{prefix}.wkv.weight"), weights.pop(f"{prefix}.wgate.weight")]))
         self.norm = RMSNorm(weights, f"{prefix}.norm", config.rms_norm_eps)
 
     def __call__(
         self, x: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
     ) -> None:
         """Move `state` on by x [T, H] and store the completed entries in `pool`. rotate: Hadamard before rounding."""
-        kv, gate = torch.nn.functional.linear(x.float(), self.weight).chunk(2, -1)
+        kv, gate = torch.nn.functional.linear(x.float(), self.weight.float()).chunk(2, -1)
         gate = gate + self.bias[batch.positions % self.ratio]
         compress = compress_csa if self.ratio == CSA_RATIO else compress_hca
         pooled = compress(kv.contiguous(), gate, batch, state)

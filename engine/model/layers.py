@@ -23,11 +23,31 @@ from kernels.ragged import RaggedBatch
 Weights = dict[str, Tensor]
 
 
-class RMSNorm:
-    """Norm over the last axis, float32 in and out."""
+_AT_ONCE = 1 << 24  # weights looked at: of a head, a copy of all of them would be gigabytes
 
-    def __init__(self, weights: Weights, name: str, eps: float) -> None:
-        self.weight = weights.pop(f"{name}.weight")
+
+def narrow(weight: Tensor) -> Tensor:
+    """Return a float32 weight as bfloat16 where that loses nothing, so that a step reads half; else as it is.
+
+    What is float32 here checkpoints mostly store as bfloat16.
+    """
+    if weight.dtype != torch.float32:
+        return weight
+    short = torch.empty_like(weight, dtype=torch.bfloat16)
+    rows = max(1, _AT_ONCE // max(1, weight[:1].numel()))
+    for some, given in zip(torch.split(short, rows), torch.split(weight, rows), strict=True):
+        some.copy_(given)
+        if not torch.equal(some.float(), given):
+            return weight
+    return short
+
+
+class RMSNorm:
+    """Norm over the last axis, float32 in and out. is_narrow: see `narrow`; what linear kernels want."""
+
+    def __init__(self, weights: Weights, name: str, eps: float, *, is_narrow: bool = False) -> None:
+        weight = weights.pop(f"{name}.weight")
+        self.weight = narrow(weight) if is_narrow else weight
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:

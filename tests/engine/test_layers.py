@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.layers import GroupedLinear, Linear, RMSNorm
+from engine.model.layers import GroupedLinear, Linear, RMSNorm, narrow
 from kernels.quant import dequantize_block_fp8
 
 
@@ -49,6 +49,18 @@ def test_a_norm_in_front_is_the_same_in_prompts_and_in_decode_steps():
     norm = RMSNorm({"norm.weight": 1 + draw(2, 64) / 10}, "norm", 1e-6)
     layer, x = Linear(weights, "a"), draw(1, 3, 64)
     torch.testing.assert_close(layer(x, norm=norm, decodes=True), layer(norm(x)), rtol=1e-5, atol=1e-4)
+
+
+def test_weights_that_bfloat16_holds_are_kept_so():
+    weight = draw(3, 40, 64).to(torch.bfloat16).float()
+    assert narrow(weight).dtype == torch.bfloat16
+    assert torch.equal(narrow(weight).float(), weight)
+
+
+def test_weights_that_bfloat16_rounds_are_kept_as_they_are():
+    weight = draw(3, 40, 64).to(torch.bfloat16).float()
+    weight[39, 63] += 2**-20
+    assert narrow(weight) is weight
 
 
 @pytest.mark.parametrize("decodes", [False, True])
