@@ -151,9 +151,9 @@ class Attention:
             staging=staging,
         )
         assert turned is not None
-        selected, is_finite = None, None
+        selected = None
         if self.indexer is not None:
-            selected, is_finite = self.indexer.select_decode(index_q[0], of_index[1], decode, rotation, keys=keys)
+            selected = self.indexer.select_decode(index_q[0], of_index[1], decode, rotation, keys=keys)
         out = sparse_attention_decode(
             turned,
             decode,
@@ -168,7 +168,7 @@ class Attention:
         )
         if staging is not None:
             commit_window(decode, staging, window)
-        return _spoil(out, is_finite)
+        return out
 
     def _entries(
         self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews

@@ -113,8 +113,11 @@ class Indexer:
 
     def select_decode(
         self, query: Tensor, weight: Tensor, batch: DecodeBatch, rotation: Tensor, *, keys: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return selected [T, top_k] int32 and is_finite [T] with decode kernels, for keys of a quantised format."""
+    ) -> Tensor:
+        """Return selected [T, top_k] int32 with decode kernels, for keys of a quantised format.
+
+        A token that scored a key never written selects an entry that it can't see, of which attention makes NaN.
+        """
         q = query.view(-1, self.heads, self.dim)
         ready = index_query(q, weight, batch, rotation, fmt=keys.format, scale=self.scale, hadamard=self._rotates(keys))
         return index_select(ready, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
