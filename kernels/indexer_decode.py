@@ -25,7 +25,6 @@ sequences have one token, two, or more.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -45,6 +44,7 @@ from kernels.quant import quantize_e2m1, quantize_e4m3
 from kernels.ragged import DecodeBatch
 from kernels.row_store import row_args
 from kernels.rows import FP4_GROUP, Rows, round_trip
+from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for, tiles_of
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
@@ -256,7 +256,7 @@ def scores_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, token
 def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> Tensor:
     """Return selected [T, top_k] int32: entry numbers as sparse_attention_decode reads them.
 
-    The keys of this step's entries must have been written. Calls on one device must not overlap: they share counters.
+    The keys of this step's entries must have been written. Calls of one stream share counters (scratch.py).
     With dependent launch the batch is read before the kernel ahead has ended: neither it nor one that lets others begin
     early may have written it in this step.
     """
@@ -304,13 +304,14 @@ def _top_k(
     slots = tokens * max(cdiv(width, chunk), 1) if lengths is not None else tokens + scores.shape[0] // chunk
     part_values = torch.empty((slots, k), dtype=torch.float32, device=device)
     part_ids = torch.empty((slots, k), dtype=torch.int32, device=device)
+    counters = zeros("index_select", device, MOST_TOKENS)
     places = (None, None, None) if batch is None else (batch.positions, batch.sequence, batch.query_start)
     is_padded = (block if lengths is None else row_stride) % 16 == 0 and scores.data_ptr() % 16 == 0
     row_stride //= 16 if is_padded else 1
     pdl, launch = _launch(device)
     top_k_kernel[(_programs(device, tile, slots),)](
-        scores, lengths, selected, sound, part_values, part_ids, _counters(device), *places, row_stride, tokens,
-        capacity, **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
+        scores, lengths, selected, sound, part_values, part_ids, counters, *places, row_stride, tokens, capacity,
+        **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
         BLOCK_N=block, PADDED=is_padded, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
     )  # fmt: skip
     return selected, sound
@@ -349,14 +350,6 @@ def _programs(device: torch.device, tile: Tile, most: int) -> int:
 def _launch(device: torch.device) -> tuple[bool, dict[str, Any]]:
     pdl = HAS_PDL(device)
     return pdl, {"launch_pdl": True} if pdl else {}
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Return counters that are zero between calls: the last program to count puts its own back."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first selection of the indexer inside a graph capture: call it once before")
-    return torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device)
 
 
 def _check_keys(query: IndexQuery, batch: DecodeBatch, keys: Rows, ratio: int, top_k: int) -> None:
