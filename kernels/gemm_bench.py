@@ -5,7 +5,7 @@ q_b         heads' queries, a norm in front; index_q: the indexer's; q_b+index_q
 o_a, o_b    output projection: a matrix per group of heads, then one
 gate+up, down   of the shared expert
 csa, hca    compressor's values and gates; csa with the indexer's and its head weights; bf16, summed to float32
-gate        scores of experts;   head: logits of float32 activations, a norm in front
+gate        scores of experts;   head: logits of float32 activations, normed before
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def layers(ranks: int) -> list[Layer]:
         Layer("o_b", HIDDEN, 8192 // ranks),
         Layer("gate+up", 2 * INNER // ranks, HIDDEN),
         Layer("down", HIDDEN, INNER // ranks),
-        Layer("head", VOCABULARY // ranks, HIDDEN, is_normed=True, is_float=True, is_wide=True),
+        Layer("head", VOCABULARY // ranks, HIDDEN, is_float=True, is_wide=True),
     ]
 
 

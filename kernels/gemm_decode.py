@@ -16,7 +16,6 @@ not on what they are. A row of x that is padding gives what its values give; not
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +38,7 @@ from kernels.gemm_held_triton import held_kernel
 from kernels.gemm_triton import few_kernel, many_kernel, norm_kernel, quantize_kernel
 from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
+from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant
 from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
 
@@ -64,9 +64,9 @@ def linear_decode(
     x: [T, K] bfloat16 or float32, any row stride.   weight: [N, K] e4m3, bfloat16 or float32.   scale: float32
     [ceil((offset[0] + N) / 128), ceil((offset[1] + K) / 128)] of an e4m3 weight.   offset: row and column, below 128,
     at which the weight begins within its first tile.   norm: [K], weight of an RMS norm of x over K, with `eps`.
-    quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   Calls on one device
-    must not overlap: they share counters. Nothing but x may be written by the kernel before. Raises ValueError for what
-    does not fit.
+    quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   Calls of one stream
+    share counters (scratch.py). Nothing but x may be written by the kernel before. Raises ValueError for what does not
+    fit.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: wanted [T, K] and [N, K]")
@@ -290,18 +290,11 @@ def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
     return pdl, {"launch_pdl": True} if pdl else {}
 
 
-@functools.cache
-def _counter_pool(device: torch.device) -> Tensor:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of a linear layer inside a graph capture: call it once before")
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
 def _counters(device: torch.device, count: int) -> Tensor:
     """Return counters that are zero between calls: the last program to count puts its own back."""
     if count > _COUNTERS:
         raise ValueError(f"{count} blocks of rows and tokens share channels: at most {_COUNTERS}")
-    return _counter_pool(device)
+    return zeros("linear_decode", device, _COUNTERS)
 
 
 # What the offline gate compiles: a shape for each compilation of DeepSeek-V4-Flash's matrices on 1, 2 and 4 ranks.
@@ -320,7 +313,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (1, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (1, 256, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (1, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
+    (1, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
     (16, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (16, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
     (16, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
@@ -336,7 +329,7 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
     (64, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (64, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (64, 32320, 4096, _BF16, "*fp32", "*fp32", True, False),
+    (64, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
     (256, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
     (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (512, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
@@ -375,11 +368,9 @@ def variants(arch: str) -> list[Variant]:
         warps = _quantize_warps(groups)
         variant = Variant("linear_quantize", quantize_kernel, signature, fixed, warps, 3, tensor_ops=())
         found[f"quantize {channels} {is_normed}"] = variant
-    for x, block in (("*bf16", 1024), ("*fp32", 4096)):
-        signature = {"out_ptr": x, "x_ptr": x, "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
-        fixed = {"BLOCK": block, "PDL": True}
-        variant = Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=())
-        found[f"norm {x}"] = variant
+    signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
+    fixed = {"BLOCK": 1024, "PDL": True}
+    found["norm"] = Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=())
     return list(found.values())
 
 

@@ -6,8 +6,9 @@
 
 Rules of the selection: equal scores go to the lower entry (0.0 and -0.0 are equal); an entry scored NaN or -inf is
 never selected; entries come in ascending order, places left over are -1 and come last. A token with a score that is not
-finite has read a key that was never written: it is reported in `sound`, and nobody may use its output. So is one whose
-block table ends too early, and one whose scores had no room.
+finite has read a key that was never written, and nobody may use its output: its row is UNSEEN, an entry that no token
+sees, then -1, and attention makes NaN of that. So is the row of one whose block table ends too early, and of one whose
+scores had no room.
 
 Kernels: query_kernel; logits_kernel writes scores as tiles of BLOCK_N, those of one token together, tokens in order;
 top_k_kernel finds the k-th best by counting in bins. Grids are fixed by the device alone, and programs share what there
@@ -24,7 +25,6 @@ sequences have one token, two, or more.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -36,7 +36,7 @@ from kernels.indexer import select_top_k_reference
 from kernels.indexer_board_triton import MOST_BINS
 from kernels.indexer_query_triton import query_kernel
 from kernels.indexer_topk_triton import INTEGERS as TOP_K_INTEGERS
-from kernels.indexer_topk_triton import top_k_kernel
+from kernels.indexer_topk_triton import UNSEEN, top_k_kernel
 from kernels.indexer_triton import FORMATS, INTEGERS, logits_kernel
 from kernels.norm_rope import rope_reference
 from kernels.quant import hadamard as hadamard_reference
@@ -44,6 +44,7 @@ from kernels.quant import quantize_e2m1, quantize_e4m3
 from kernels.ragged import DecodeBatch
 from kernels.row_store import row_args
 from kernels.rows import FP4_GROUP, Rows, round_trip
+from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for, tiles_of
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
@@ -178,7 +179,7 @@ def index_scores(
 ) -> Scores:
     """Return the scores of tokens that see more than top_k entries, with the kernel.
 
-    capacity: scores that there is room for; None: see the module. More are not written, and their tokens not sound.
+    capacity: scores that there is room for; None: see the module. More are not written, and their tokens unsound.
     Scores beyond a token's last visible entry are whatever was there.
     """
     _check_keys(query, batch, keys, ratio, top_k)
@@ -213,22 +214,18 @@ def index_scores(
     return scores
 
 
-def select_scored(
-    scores: Scores, batch: DecodeBatch, *, ratio: int, top_k: int, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (selected [T, top_k] int32, sound [T] bool) of what index_scores gave, with the kernel."""
-    return _top_k(
+def select_scored(scores: Scores, batch: DecodeBatch, *, ratio: int, top_k: int, tile: Tile | None = None) -> Tensor:
+    """Return index_select's selection [T, top_k] int32 of what index_scores gave, with the kernel."""
+    selected, _ = _top_k(
         scores.values, None, 0, batch.num_tokens, top_k, tile, batch=batch, ratio=ratio, block=scores.block,
         queries=scores.queries, capacity=scores.values.shape[0] // scores.block,
     )  # fmt: skip
+    return selected
 
 
-def index_select_reference(
-    query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int
-) -> tuple[Tensor, Tensor]:
+def index_select_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> Tensor:
     """See index_select."""
     selected = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int32, device=batch.device)
-    sound = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.device)
     for token in range(batch.num_tokens):
         sequence, visible = int(batch.sequence[token]), (int(batch.positions[token]) + 1) // ratio
         if sequence < 0:
@@ -236,11 +233,10 @@ def index_select_reference(
         row = torch.arange(visible, device=batch.device)
         if visible > top_k:
             scores = scores_reference(query, batch, keys, token=token, visible=visible)
-            sound[token] = scores.isfinite().all()
             row = select_top_k_reference(scores[None], top_k)[0]
-            row = row[row >= 0].sort().values
+            row = row[row >= 0].sort().values if bool(scores.isfinite().all()) else row.new_tensor([UNSEEN])
         selected[token, : row.shape[0]] = row.to(torch.int32)
-    return selected, sound
+    return selected
 
 
 def scores_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, token: int, visible: int) -> Tensor:
@@ -257,10 +253,10 @@ def scores_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, token
     return query.weight[token] @ torch.where(dots < 0, 0.0, dots)
 
 
-def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return (selected [T, top_k] int32, sound [T] bool): entry numbers as sparse_attention_decode reads them.
+def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> Tensor:
+    """Return selected [T, top_k] int32: entry numbers as sparse_attention_decode reads them.
 
-    The keys of this step's entries must have been written. Calls on one device must not overlap: they share counters.
+    The keys of this step's entries must have been written. Calls of one stream share counters (scratch.py).
     With dependent launch the batch is read before the kernel ahead has ended: neither it nor one that lets others begin
     early may have written it in this step.
     """
@@ -274,8 +270,8 @@ def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: in
 def top_k_of_rows(scores: Tensor, lengths: Tensor, k: int, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Return (selected [T, k] int32, sound [T] bool) of scores [T, L] float32, whose first lengths[t] int32 count.
 
-    The selection of index_select as an operation of its own; sound: all that counts is finite. Lengths are read early,
-    as index_select reads the batch.
+    The selection of index_select as an operation of its own, unsound rows too; sound: all that counts is finite.
+    Lengths are read early, as index_select reads the batch.
     """
     if scores.dim() != 2 or scores.dtype != torch.float32 or (scores.numel() and scores.stride(1) != 1):
         raise ValueError(f"scores {tuple(scores.shape)} {scores.dtype}: wanted float32 rows")
@@ -283,7 +279,9 @@ def top_k_of_rows(scores: Tensor, lengths: Tensor, k: int, *, tile: Tile | None 
     if lengths.shape != (tokens,) or lengths.dtype != torch.int32 or not lengths.is_contiguous() or k < 1:
         raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype}, k {k}: wanted int32 ({tokens},), 1 or more")
     if uses_triton(scores):
-        return _top_k(scores, lengths, scores.stride(0), tokens, k, tile, width=scores.shape[1])
+        selected, sound = _top_k(scores, lengths, scores.stride(0), tokens, k, tile, width=scores.shape[1])
+        assert sound is not None
+        return selected, sound.view(torch.bool)
     inside = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
     best = select_top_k_reference(scores.masked_fill(~inside, -math.inf), k)
     order = torch.where(best < 0, scores.shape[1], best).sort().values
@@ -295,27 +293,28 @@ def _top_k(
     scores: Tensor, lengths: Tensor | None, row_stride: int, tokens: int, k: int, tile: Tile | None, *,
     batch: DecodeBatch | None = None, ratio: int = 1, block: int = 1, queries: int = 1, capacity: int = 0,
     width: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     device = scores.device
     selected = torch.empty((tokens, k), dtype=torch.int32, device=device)
-    sound = torch.empty(tokens, dtype=torch.int8, device=device)
+    sound = None if lengths is None else torch.empty(tokens, dtype=torch.int8, device=device)
     if not tokens:
-        return selected, sound.bool()
+        return selected, sound
     tile = tile or tile_for(TOP_K, arch_of(device))
     chunk = max(tile.constants["CHUNK"], int(next_power_of_2(2 * k)))
     slots = tokens * max(cdiv(width, chunk), 1) if lengths is not None else tokens + scores.shape[0] // chunk
     part_values = torch.empty((slots, k), dtype=torch.float32, device=device)
     part_ids = torch.empty((slots, k), dtype=torch.int32, device=device)
+    counters = zeros("index_select", device, MOST_TOKENS)
     places = (None, None, None) if batch is None else (batch.positions, batch.sequence, batch.query_start)
     is_padded = (block if lengths is None else row_stride) % 16 == 0 and scores.data_ptr() % 16 == 0
     row_stride //= 16 if is_padded else 1
     pdl, launch = _launch(device)
     top_k_kernel[(_programs(device, tile, slots),)](
-        scores, lengths, selected, sound, part_values, part_ids, _counters(device), *places, row_stride, tokens,
-        capacity, **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
+        scores, lengths, selected, sound, part_values, part_ids, counters, *places, row_stride, tokens, capacity,
+        **_top_k_constants(k, tile), TOKENS=_padded_tokens(tokens), QUERIES=queries, RATIO=ratio,
         BLOCK_N=block, PADDED=is_padded, PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
     )  # fmt: skip
-    return selected, sound.view(torch.bool)
+    return selected, sound
 
 
 def _logits_constants(fmt: str, heads: int, dim: int, rows: int, queries: int, tile: Tile) -> dict[str, int]:
@@ -351,14 +350,6 @@ def _programs(device: torch.device, tile: Tile, most: int) -> int:
 def _launch(device: torch.device) -> tuple[bool, dict[str, Any]]:
     pdl = HAS_PDL(device)
     return pdl, {"launch_pdl": True} if pdl else {}
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Return counters that are zero between calls: the last program to count puts its own back."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first selection of the indexer inside a graph capture: call it once before")
-    return torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device)
 
 
 def _check_keys(query: IndexQuery, batch: DecodeBatch, keys: Rows, ratio: int, top_k: int) -> None:
@@ -413,11 +404,11 @@ def variants(arch: str) -> list[Variant]:
         signature |= {"score_ptr": "*fp32", "part_value_ptr": "*fp32", "sound_ptr": "*i8"}
         block = tile_for(LOGITS, arch, queries=1, fp4=0).constants["BLOCK_N"]
         constants = {**_top_k_constants(512, tile), "QUERIES": 1, "RATIO": 4, "BLOCK_N": block, "PDL": True}
-        constants |= {"TOKENS": 64, "PADDED": True, "lengths_ptr": None}
+        constants |= {"TOKENS": 64, "PADDED": True, "lengths_ptr": None, "sound_ptr": None}
         found.append(_variant(TOP_K, top_k_kernel, signature, constants, tile, (), TOP_K_INTEGERS, None))
         places = dict.fromkeys(("positions_ptr", "sequence_ptr", "query_start_ptr"))
-        of_rows = {name: value for name, value in constants.items() if name != "lengths_ptr"} | places
-        of_rows |= {"RATIO": 1, "BLOCK_N": 1}  # top_k_of_rows
+        of_rows = constants | places | {"RATIO": 1, "BLOCK_N": 1}  # top_k_of_rows
+        del of_rows["lengths_ptr"], of_rows["sound_ptr"]
         for tokens in sorted({_padded_tokens(1), _padded_tokens(64)}):
             found.append(
                 _variant(TOP_K, top_k_kernel, signature, of_rows | {"TOKENS": tokens}, tile, (), TOP_K_INTEGERS, None)

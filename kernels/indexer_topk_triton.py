@@ -37,7 +37,10 @@ from kernels.indexer_triton import regions
 
 INTEGERS = ["row_stride", "tokens", "capacity"]
 
+UNSEEN = 2**31 - 1  # an entry that no token sees, as the first of an unsound row
+
 _LEAST, _MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+_UNSEEN = tl.constexpr(UNSEEN)
 _INFINITY = tl.constexpr(0x7F800000)
 _BAD = tl.constexpr(1 << 20)  # in a counter of parts: more than a row has
 _SECTOR = tl.constexpr(8)  # scores that memory gives at once
@@ -214,6 +217,23 @@ def _write(
 
 
 @triton.jit
+def _conclude(
+    value_ptr, id_ptr, n, bar, need, taken, is_sound, board, out_ptr, sound_ptr, token,
+    K: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Write a token's row, and whether it is sound; without a place for that, an unsound row names what nobody sees."""
+    if sound_ptr is not None:
+        _write(value_ptr, id_ptr, n, 0, bar, need, taken, board, None, out_ptr, K, KP, TILE, PADDED)
+        tl.store(sound_ptr + token, is_sound.to(tl.int8))
+    else:
+        if is_sound:
+            _write(value_ptr, id_ptr, n, 0, bar, need, taken, board, None, out_ptr, K, KP, TILE, PADDED)
+        else:
+            p = tl.arange(0, KP)
+            tl.store(out_ptr + p, tl.where(p == 0, _UNSEEN, -1), mask=p < K)
+
+
+@triton.jit
 def _own(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
@@ -253,7 +273,7 @@ def top_k_kernel(
     BLOCK_N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs take the parts of all rows in turn. out [T, K] int32; sound [T] int8.
+    """A fixed number of programs take the parts of all rows in turn. out [T, K] int32; sound [T] int8, or None.
 
     lengths_ptr: rows of `row_stride` scores (PADDED: of 16 times that, and 16 bytes aligned), so many of them count;
     None: scores as logits_kernel leaves them, and a token that sees no more than K entries takes them all.
@@ -287,9 +307,12 @@ def top_k_kernel(
         begin = place.to(tl.int64)
         out = out_ptr + token.to(tl.int64) * K
         if kind < 2:
-            taken = tl.where(kind == 1, length, 0)
-            tl.store(out + p, tl.where(p < taken, p, -1), mask=p < K)
-            tl.store(sound_ptr + token, kind.to(tl.int8))
+            entry = tl.where(p < tl.where(kind == 1, length, 0), p, -1)
+            if sound_ptr is None:
+                entry = tl.where((p == 0) & (kind == 0), _UNSEEN, entry)
+            else:
+                tl.store(sound_ptr + token, kind.to(tl.int8))
+            tl.store(out + p, entry, mask=p < K)
         else:
             part = item - base
             first = part * CHUNK
@@ -300,8 +323,9 @@ def top_k_kernel(
                 values = score_ptr + begin * BLOCK_N + first
             bar, need, taken, is_finite = _search(values, n, board, K, BINS, TILE, PADDED)
             if count == 1:
-                _write(values, None, n, 0, bar, need, taken, board, None, out, K, KP, TILE, PADDED)
-                tl.store(sound_ptr + token, is_finite.to(tl.int8))
+                _conclude(
+                    values, None, n, bar, need, taken, is_finite, board, out, sound_ptr, token, K, KP, TILE, PADDED
+                )
             else:
                 to = (base + part).to(tl.int64) * K
                 part_value, part_id = part_value_ptr + to, part_id_ptr + to
@@ -317,8 +341,9 @@ def top_k_kernel(
                     n = count * K
                     start(board, BINS)
                     bar, need, taken, _is_all = _search(values, n, board, K, BINS, TILE, False)
-                    _write(values, ids, n, 0, bar, need, taken, board, None, out, K, KP, TILE, False)
-                    tl.store(sound_ptr + token, (done < _BAD).to(tl.int8))
+                    _conclude(
+                        values, ids, n, bar, need, taken, done < _BAD, board, out, sound_ptr, token, K, KP, TILE, False
+                    )
         item += tl.num_programs(0)
         found = _item(item, lengths, begins, totals, tokens, IN_ROWS, K, CHUNK, TOKENS)
         if item < total:

@@ -16,7 +16,6 @@ Weights are exact (moe_weights_triton.py), sums float32.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing
 from kernels.moe_triton import down_kernel, sum_kernel, up_kernel
+from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
@@ -66,7 +66,7 @@ def experts_decode(
 
     routing: of route_tokens, T tokens.   w13: 2 I rows of H channels, w2: H rows of I channels, of the same experts;
     formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert.   tiles: of the first and
-    the last product, instead of the table's. Calls on one device must not overlap: they share counters.
+    the last product, instead of the table's. Calls of one stream share counters (scratch.py).
     """
     tokens, top_k = routing.ids.shape
     hidden, inner = w13.channels, w2.channels
@@ -114,7 +114,7 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
     if routing.x_many is None:
         cut["NB"] = 0
     shares = None
-    counters = _counters(device, MAX_TOKENS * routing.ids.shape[1] // (MANY + 1) * (w13.rows // 16))
+    counters = zeros("experts_decode", device, MAX_TOKENS * routing.ids.shape[1] // (MANY + 1) * (w13.rows // 16))
     # Sums of experts with many rows, 16 rows left between any two: see _place_share.
     share_size = (rows + rows // (MANY + 1) * 16) * w13.rows
     if cut["NB"] and cut["SPLIT"] > 1:
@@ -187,14 +187,6 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
         c["MANY_S"] = math.gcd(c["MANY_S"], packed, steps // c["SPLIT"])
         c["AHEAD"] = math.gcd(c["AHEAD"], steps // c["SPLIT"] // c["MANY_S"])
     return c | {name: math.gcd(c[name], packed, steps // c["KS"]) for name in ("S", "PAIR_S") if c[name]}
-
-
-@functools.cache
-def _counters(device: torch.device, number: int) -> Tensor:
-    """Return counters that are zero between calls: the last program to count puts them back."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of experts_decode for such sizes inside a graph capture: call it once before")
-    return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.

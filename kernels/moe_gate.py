@@ -20,6 +20,7 @@ from triton import cdiv, next_power_of_2
 
 from kernels.moe_gate_triton import gate_kernel
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing, _check, route_tokens_reference
+from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
@@ -61,8 +62,8 @@ def route_by_gate(
     """Return the routing of x [T, H] bfloat16 or float32 by a gate [E, H] bfloat16, as the checkpoint has it.
 
     The other arguments as in moe_routing.route_tokens, top_k at most MAX_TOP_K.   tile: instead of the table's. All
-    inputs but x must have been written before the kernel in front of this one began. Calls on one device must not
-    overlap: they share scratch.
+    inputs but x must have been written before the kernel in front of this one began. Calls of one stream
+    share scratch memory (scratch.py).
     Raises ValueError.
     """
     tokens, hidden = x.shape
@@ -132,16 +133,12 @@ def _zeros(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-@functools.cache
 def _scratch(device: torch.device, padded: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return parts of scores, zero between calls, and counts of routers with their steps: see the kernel."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of route_by_gate inside a graph capture: call it once before")
-    counts = MAX_TOKENS // 8, padded // 4
     return (
-        torch.zeros(MAX_SPLIT, MAX_TOKENS, padded, dtype=torch.int32, device=device),
-        torch.zeros(counts, dtype=torch.int64, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
+        zeros("route_by_gate", device, MAX_SPLIT, MAX_TOKENS, padded),
+        zeros("route_by_gate", device, MAX_TOKENS // 8, padded // 4, dtype=torch.int64),
+        zeros("route_by_gate", device, 1),
     )
 
 

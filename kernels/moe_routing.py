@@ -17,7 +17,6 @@ does not exist makes its token's weights NaN, too; the token then counts as rout
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from triton import next_power_of_2
 from kernels.expert_weights import to_pieces, to_products
 from kernels.moe import route
 from kernels.moe_route_triton import route_kernel
+from kernels.scratch import zeros
 from kernels.tiles import Variant
 from kernels.triton_env import HAS_PDL, uses_triton
 
@@ -137,7 +137,7 @@ def route_tokens(
     is_raw: the scores are the gate's products; sqrt(softplus) is still to be taken.   bias [E] float32: chooses only.
     table [V, k] int64 with token_ids [T] int64: experts by token id; the ids of tokens, unlike those of padding, must
     be below V: nobody looks.   sequence [T] int32: -1 marks padding.
-    Equal scores go to the lower expert. Calls on one device must not overlap: they share counters.
+    Equal scores go to the lower expert. Calls of one stream share counters (scratch.py).
     """
     tokens, experts = scores.shape
     _check(x, scores, top_k, bias, table, token_ids, sequence)
@@ -163,9 +163,10 @@ def route_tokens(
     pdl = HAS_PDL(x.device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     constants = _constants(tokens, experts, top_k)
+    counters = zeros("route_tokens", x.device, constants["PADDED"] + 1)
     route_kernel[(tokens + -(-tokens * hidden // _CONVERTED),)](
         scores, bias, table, token_ids, sequence, out.ids, out.weights, out.rank, out.token, out.weight, out.first,
-        out.active, _counters(x.device, experts), x, out.x, out.x_many, tokens, tokens * hidden, scaling,
+        out.active, counters, x, out.x, out.x_many, tokens, tokens * hidden, scaling,
         RAW=is_raw, PDL=pdl, **constants, num_warps=1, num_stages=1, **launch,
     )  # fmt: skip
     return out
@@ -181,14 +182,6 @@ def _constants(tokens: int, experts: int, top_k: int) -> dict[str, int]:
         "WIDTH": int(next_power_of_2(top_k)),
         "PADDED": int(next_power_of_2(experts)),
     }
-
-
-@functools.cache
-def _counters(device: torch.device, experts: int) -> Tensor:
-    """Return counters that are zero between calls: the last program to count puts them back."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of route_tokens inside a graph capture: call it once before")
-    return torch.zeros(int(next_power_of_2(experts)) + 1, dtype=torch.int32, device=device)
 
 
 def _check(

@@ -20,7 +20,6 @@ else is in the batch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -33,12 +32,14 @@ from kernels.norm_rope import rope
 from kernels.ragged import DecodeBatch
 from kernels.row_load import FORMATS, groups_of, key_rows, pointer_of
 from kernels.rows import ROPE_CHANNELS, Rows
+from kernels.scratch import zeros
 from kernels.sparse_attention import attend_reference
 from kernels.sparse_attention_triton import INTEGERS, attention_kernel, combine_kernel
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
 
 OP = "sparse_attention"
+_COUNTERS = 1 << 16
 INVARIANT_KEYS = 128  # of a split in batch-invariant mode
 
 
@@ -162,7 +163,7 @@ def sparse_attention_decode(
     compressed: the layer's entries of `ratio`, those of this step included.   selected: [T, K] int32 entry numbers, -1
     for none; None: every visible entry.   batch_invariant: bits of a token don't depend on the rest of the batch.
     lse: [T, H] float32 to be filled, if wanted.   tile: instead of the table's.
-    Calls on one device must not overlap: they share counters. Nothing is read back to the host; an entry that is not
+    Calls of one stream share counters (scratch.py). Nothing is read back to the host; an entry that is not
     visible or has no block makes its token's row NaN. With dependent launch the batch, but for its block table, is read
     before the kernel ahead has ended: neither it nor one that lets others begin early may have written it in this step.
     """
@@ -232,19 +233,11 @@ def row_bytes(fmt: str, width: int) -> int:
     return width * {"packed": 1, "bf16": 2, "fp32": 4}[fmt]
 
 
-@functools.cache
-def _counter_pool(device: torch.device) -> Tensor:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of sparse_attention_decode inside a graph capture: call it once before")
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-
 def _counters(device: torch.device, count: int) -> Tensor:
     """Return counters that are zero between calls: the last program to count puts its own back."""
-    pool = _counter_pool(device)
-    if count > pool.shape[0]:
-        raise ValueError(f"{count} tokens x head blocks in a decode step: at most {pool.shape[0]}")
-    return pool
+    if count > _COUNTERS:
+        raise ValueError(f"{count} tokens x head blocks in a decode step: at most {_COUNTERS}")
+    return zeros("sparse_attention_decode", device, _COUNTERS)
 
 
 def _check(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
-from engine.model.layers import GroupedLinear, Linear, RMSNorm, Rotations, Weights
+from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, Rotations, Weights
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
 from kernels.norm_rope import rms_norm, rope
@@ -58,9 +58,9 @@ class Attention:
         self.index = config.layers_of(self.ratio).index(layer)
         self.heads, self.dim = config.num_attention_heads, config.head_dim
         self.scale = self.dim**-0.5
-        self.down, self.latent = Linear(weights, f"{prefix}.wq_a", f"{prefix}.wkv"), config.q_lora_rank
-        self.q_norm = RMSNorm(weights, f"{prefix}.q_norm", self.eps)
-        self.q_up = Linear(weights, f"{prefix}.wq_b")
+        self.down = Linears(*(Matrix.take(weights, f"{prefix}.{name}") for name in ("wq_a", "wkv")))
+        self.q_norm = RMSNorm(weights, f"{prefix}.q_norm", self.eps, is_narrow=True)
+        queries = [Matrix.take(weights, f"{prefix}.wq_b")]
         self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
         self.sink = weights.pop(f"{prefix}.attn_sink")
         self.groups = config.o_groups
@@ -68,8 +68,13 @@ class Attention:
         self.out_up = Linear(weights, f"{prefix}.wo_b")
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, self.ratio) if self.ratio else None
         self.indexer = None
+        pooled = [] if self.compressor is None else [self.compressor.matrix]
         if self.ratio == CSA_RATIO:
-            self.indexer = Indexer(weights, f"{prefix}.indexer", config, self.q_norm, use_hadamard=use_hadamard)
+            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
+            queries.append(self.indexer.matrix)
+            pooled += [self.indexer.compressor.matrix, self.indexer.weight_matrix]
+        # Of the latent: the heads' queries, the indexer's.   Of x: what each compressor pools, the indexer's weights.
+        self.q_up, self.pooled = Linears(*queries), Linears(*pooled, is_wide=True)
 
     def __call__(
         self, x: Tensor, batch: RaggedBatch | None, decode: DecodeBatch | None, rotations: Rotations, cache: CacheViews
@@ -79,29 +84,21 @@ class Attention:
         decode: what `decode_batch` said, then `batch` is not read; `rotations` were made for it.
         """
         decodes = decode is not None
-        both = self.down(x, decodes=decodes)
-        latent, kv = both[:, : self.latent], both[:, self.latent :]
-        q = self.q_up(latent, norm=self.q_norm, decodes=decodes).view(-1, self.heads, self.dim)
+        latent, kv = self.down(x, decodes=decodes)
         if decode is not None:
-            out = self._attend_decode(x, latent, q, kv, decode, rotations, cache).to(x.dtype)
+            out = self._attend_decode(x, latent, kv, decode, rotations, cache).to(x.dtype)
         else:
             assert batch is not None
-            out = self._attend(x, latent, q, kv, batch, rotations, cache).to(x.dtype)
+            out = self._attend(x, latent, kv, batch, rotations, cache).to(x.dtype)
         out = self.out_down(out.view(x.shape[0], self.groups, -1), decodes=decodes)
         return self.out_up(out.flatten(1), decodes=decodes)
 
     def _attend(
-        self,
-        x: Tensor,
-        latent: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        batch: RaggedBatch,
-        rotations: Rotations,
-        cache: CacheViews,
+        self, x: Tensor, latent: Tensor, kv: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews
     ) -> Tensor:
         """Return the heads' outputs [T, H, D], turned back, with operations for any number of tokens a sequence."""
         rotation = rotations.tokens(self.ratio)
+        q = self.q_up.only(0, latent, norm=self.q_norm).view(-1, self.heads, self.dim)
         q = rope(rms_norm(q, eps=self.eps), rotation)
         kv = rope(self.kv_norm(kv), rotation)
 
@@ -122,26 +119,21 @@ class Attention:
         return rope(_spoil(out, is_finite), rotation.conj())
 
     def _attend_decode(
-        self,
-        x: Tensor,
-        latent: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        decode: DecodeBatch,
-        rotations: Rotations,
-        cache: CacheViews,
+        self, x: Tensor, latent: Tensor, kv: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews
     ) -> Tensor:
         """The same with decode kernels: one launch writes the cache, one attends."""
         window = cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
+        q, *index_q = self.q_up(latent, norm=self.q_norm, decodes=True)
         pool, main, index = None, None, None
         if self.compressor is not None:
             name = "csa" if self.ratio == CSA_RATIO else "hca"
             pool = cache.rows(f"{name}_kv", self.index)
-            main = self.compressor.pooling(x, state=cache.rows(f"{name}_state", self.index), pool=pool)
+            projected, *of_index = self.pooled(x, decodes=True)
+            main = self.compressor.pooling(projected, state=cache.rows(f"{name}_state", self.index), pool=pool)
         if self.indexer is not None:
             keys = cache.rows("csa_index", self.index)
-            index = self.indexer.pooling(x, state=cache.rows("index_state", self.index), keys=keys)
+            index = self.indexer.pooling(of_index[0], state=cache.rows("index_state", self.index), keys=keys)
         # With one token a sequence its row may replace in the ring the one that has left the window just now.
         staging = staging_rows(decode.num_tokens, window) if decode.max_query_len > 1 else None
         turned = cache_write(
@@ -151,7 +143,7 @@ class Attention:
             rotation=rotation,
             window=window,
             eps=self.eps,
-            q=q,
+            q=q.view(-1, self.heads, self.dim),
             ratio=self.ratio,
             entry_rotation=rotations.entries(self.ratio) if self.ratio else None,
             main=main,
@@ -159,9 +151,9 @@ class Attention:
             staging=staging,
         )
         assert turned is not None
-        selected, is_finite = None, None
+        selected = None
         if self.indexer is not None:
-            selected, is_finite = self.indexer.select_decode(x, latent, decode, rotation, keys=keys)
+            selected = self.indexer.select_decode(index_q[0], of_index[1], decode, rotation, keys=keys)
         out = sparse_attention_decode(
             turned,
             decode,
@@ -176,7 +168,7 @@ class Attention:
         )
         if staging is not None:
             commit_window(decode, staging, window)
-        return _spoil(out, is_finite)
+        return out
 
     def _entries(
         self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews
@@ -188,12 +180,14 @@ class Attention:
         name = "csa" if self.ratio == CSA_RATIO else "hca"
         pool = cache.rows(f"{name}_kv", self.index)
         entries = rotations.entries(self.ratio)
-        self.compressor(x, batch, entries, state=cache.rows(f"{name}_state", self.index), pool=pool)
+        projected, *of_index = self.pooled(x)
+        self.compressor(projected, batch, entries, state=cache.rows(f"{name}_state", self.index), pool=pool)
         if self.indexer is None:
             return pool, None, None
         selected, is_finite = self.indexer(
-            x,
-            latent,
+            lambda: self.q_up.only(1, latent, norm=self.q_norm),
+            of_index[1],
+            of_index[0],
             batch,
             rotations.tokens(self.ratio),
             entries,

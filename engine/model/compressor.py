@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
-from engine.model.layers import Linear, RMSNorm, Weights
+from engine.model.layers import Matrix, RMSNorm, Weights, narrow
 from kernels.cache_write import write_entries
 from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
-from kernels.gemm_decode import linear_decode
 from kernels.indexer import index_entries
 from kernels.indexer_decode import index_query, index_select
 from kernels.norm_rope import rope
@@ -25,19 +25,26 @@ QUANTISED_INDEX = ("fp8_index", "fp4_index")
 
 class Compressor:
     """Pools `ratio` tokens into one row: gated softmax, norm, rope at the entry's first position. float32
-    throughout."""
+    throughout.
+
+    matrix: of values, then gates; who multiplies it by x [T, H] joins it with others that read x.
+    """
 
     def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, ratio: Literal[4, 128] | int) -> None:
         self.ratio = ratio
         self.bias = weights.pop(f"{prefix}.ape")
-        self.weight = torch.cat([weights.pop(f"{prefix}.wkv.weight"), weights.pop(f"{prefix}.wgate.weight")])
+        both = torch.cat([weights.pop(f"{prefix}.wkv.weight"), weights.pop(f"{prefix}.wgate.weight")])
+        self.matrix = Matrix(narrow(both))
         self.norm = RMSNorm(weights, f"{prefix}.norm", config.rms_norm_eps)
 
     def __call__(
-        self, x: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
+        self, projected: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
     ) -> None:
-        """Move `state` on by x [T, H] and store the completed entries in `pool`. rotate: Hadamard before rounding."""
-        kv, gate = torch.nn.functional.linear(x.float(), self.weight).chunk(2, -1)
+        """Move `state` on by values and gates [T, 2W] float32, and store the completed entries in `pool`.
+
+        rotate: Hadamard before rounding.
+        """
+        kv, gate = projected.chunk(2, -1)
         gate = gate + self.bias[batch.positions % self.ratio]
         compress = compress_csa if self.ratio == CSA_RATIO else compress_hca
         pooled = compress(kv.contiguous(), gate, batch, state)
@@ -45,20 +52,22 @@ class Compressor:
             rows = rope(self.norm(pooled), rotation)
             write_entries(hadamard(rows) if rotate else rows, batch, self.ratio, pool)
 
-    def pooling(self, x: Tensor, *, state: Rows, pool: Rows, rotate: bool = False) -> Pooling:
-        """Return what `cache_write` needs to do the same for x [T, H]."""
-        projected = linear_decode(x, self.weight, out_dtype=torch.float32)
+    def pooling(self, projected: Tensor, *, state: Rows, pool: Rows, rotate: bool = False) -> Pooling:
+        """Return what `cache_write` needs to do the same."""
         return Pooling(projected, self.bias, self.norm.weight, state, pool, rotate)
 
 
 class Indexer:
-    """Scores entries by a small attention of its own and picks the best. Its keys have a compressor of their own."""
+    """Scores entries by a small attention of its own and picks the best. Its keys have a compressor of their own.
 
-    def __init__(
-        self, weights: Weights, prefix: str, config: DeepSeekV4Config, query_norm: RMSNorm, *, use_hadamard: bool
-    ) -> None:
-        self.query, self.query_norm = Linear(weights, f"{prefix}.wq_b"), query_norm
-        self.head_weight = Linear(weights, f"{prefix}.weights_proj")
+    matrix: of the queries, which read the same latent as those of attention.   weight_matrix: of the heads' weights,
+    which read x.
+    """
+
+    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
+        self.matrix = Matrix.take(weights, f"{prefix}.wq_b")
+        heads = Matrix.take(weights, f"{prefix}.weights_proj")
+        self.weight_matrix = heads._replace(weight=narrow(heads.weight))
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, CSA_RATIO)
         self.heads, self.dim, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
         self.scale = (self.heads * self.dim) ** -0.5
@@ -66,8 +75,9 @@ class Indexer:
 
     def __call__(
         self,
-        x: Tensor,
-        latent: Tensor,
+        query: Callable[[], Tensor],
+        weight: Tensor,
+        projected: Tensor,
         batch: RaggedBatch,
         rotation: Tensor,
         entries: Tensor,
@@ -77,40 +87,39 @@ class Indexer:
     ) -> tuple[Tensor, Tensor]:
         """Store new keys, then return selected [T, K] int64 and is_finite [T].
 
-        x [T, H]: normed hidden states.   latent [T, q_lora]: of the queries.   rotation, entries: see Rotations.
+        query: gives the queries [T, heads x D], where they are needed.   weight: [T, heads] float32.   projected:
+        values and gates of the keys.   rotation, entries: see Rotations.
         """
-        self.compressor(x, batch, entries, state=state, pool=keys, rotate=self._rotates(keys))
-        return self.select(x, latent, batch, rotation, keys=keys)
+        self.compressor(projected, batch, entries, state=state, pool=keys, rotate=self._rotates(keys))
+        return self.select(query, weight, batch, rotation, keys=keys)
 
-    def pooling(self, x: Tensor, *, state: Rows, keys: Rows) -> Pooling:
+    def pooling(self, projected: Tensor, *, state: Rows, keys: Rows) -> Pooling:
         """Return what `cache_write` needs to store this step's keys."""
-        return self.compressor.pooling(x, state=state, pool=keys, rotate=self._rotates(keys))
+        return self.compressor.pooling(projected, state=state, pool=keys, rotate=self._rotates(keys))
 
     def select(
-        self, x: Tensor, latent: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
+        self, query: Callable[[], Tensor], weight: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
     ) -> tuple[Tensor, Tensor]:
         """Return selected [T, K] int64 and is_finite [T]; the keys of this step have been stored."""
-        if batch.max_visible(CSA_RATIO) <= self.top_k:
-            query = x.new_empty((x.shape[0], self.heads, self.dim))  # every visible entry is taken: nothing is scored
-            return index_entries(query, query[..., 0], batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
-        query = self.query(latent, norm=self.query_norm)
-        query = rope(query.view(-1, self.heads, self.dim), rotation)
+        if batch.max_visible(CSA_RATIO) <= self.top_k:  # every visible entry is taken: nothing is scored
+            unread = weight.new_empty((*weight.shape, self.dim))
+            return index_entries(unread, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
+        q = rope(query().view(-1, self.heads, self.dim), rotation)
         if self._rotates(keys):
-            query = hadamard(query)
+            q = hadamard(q)
         if keys.format in QUANTISED_INDEX:
-            query = round_trip(query, keys.format)
-        weight = self.head_weight(x).float() * self.scale
-        return index_entries(query, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
+            q = round_trip(q, keys.format)
+        return index_entries(q, weight * self.scale, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
     def select_decode(
-        self, x: Tensor, latent: Tensor, batch: DecodeBatch, rotation: Tensor, *, keys: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return selected [T, top_k] int32 and is_finite [T] with decode kernels, for keys of a quantised format."""
-        query = self.query(latent, norm=self.query_norm, decodes=True).view(-1, self.heads, self.dim)
-        weight = self.head_weight(x, decodes=True)
-        ready = index_query(
-            query, weight, batch, rotation, fmt=keys.format, scale=self.scale, hadamard=self._rotates(keys)
-        )
+        self, query: Tensor, weight: Tensor, batch: DecodeBatch, rotation: Tensor, *, keys: Rows
+    ) -> Tensor:
+        """Return selected [T, top_k] int32 with decode kernels, for keys of a quantised format.
+
+        A token that scored a key never written selects an entry that it can't see, of which attention makes NaN.
+        """
+        q = query.view(-1, self.heads, self.dim)
+        ready = index_query(q, weight, batch, rotation, fmt=keys.format, scale=self.scale, hadamard=self._rotates(keys))
         return index_select(ready, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
     def _rotates(self, keys: Rows) -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
-from kernels.gemm import grouped_linear, linear
+from kernels.gemm import BLOCK, grouped_linear, linear
 from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode
 from kernels.hyper_connection_decode import Mixer
 from kernels.norm_rope import rms_norm, rotation_at
@@ -23,42 +25,105 @@ from kernels.ragged import RaggedBatch
 Weights = dict[str, Tensor]
 
 
-class RMSNorm:
-    """Norm over the last axis, float32 in and out."""
+_AT_ONCE = 1 << 24  # weights looked at: of a head, a copy of all of them would be gigabytes
 
-    def __init__(self, weights: Weights, name: str, eps: float) -> None:
-        self.weight = weights.pop(f"{name}.weight")
+
+def narrow(weight: Tensor) -> Tensor:
+    """Return a float32 weight as bfloat16 where that loses nothing, so that a step reads half; else as it is.
+
+    What is float32 here checkpoints mostly store as bfloat16.
+    """
+    if weight.dtype != torch.float32:
+        return weight
+    short = torch.empty_like(weight, dtype=torch.bfloat16)
+    rows = max(1, _AT_ONCE // max(1, weight[:1].numel()))
+    for some, given in zip(torch.split(short, rows), torch.split(weight, rows), strict=True):
+        some.copy_(given)
+        if not torch.equal(some.float(), given):
+            return weight
+    return short
+
+
+class RMSNorm:
+    """Norm over the last axis, float32 in and out. is_narrow: see `narrow`; what linear kernels want."""
+
+    def __init__(self, weights: Weights, name: str, eps: float, *, is_narrow: bool = False) -> None:
+        weight = weights.pop(f"{name}.weight")
+        self.weight = narrow(weight) if is_narrow else weight
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps=self.eps)
 
 
-class Linear:
-    """y = x W^T, in x's dtype. W: [out, in], in that dtype or e4m3; of several names, one below the other."""
+class Matrix(NamedTuple):
+    """weight: [out, in] float, or e4m3 with `scale`, float32, for each tile of 128 x 128."""
 
-    def __init__(self, weights: Weights, *names: str) -> None:
-        found = [(weights.pop(f"{name}.weight"), weights.pop(f"{name}.scale", None)) for name in names]
-        self.parts = found if len(found) == 1 else _join(found)
+    weight: Tensor
+    scale: Tensor | None = None
+
+    @classmethod
+    def take(cls, weights: Weights, name: str) -> Matrix:
+        return cls(weights.pop(f"{name}.weight"), weights.pop(f"{name}.scale", None))
+
+    def product(self, x: Tensor, norm: RMSNorm | None, *, decodes: bool, out_dtype: torch.dtype) -> Tensor:
+        """Return x W^T [T, out] of x, or of the normed x; decodes: with decode kernels."""
+        if decodes:
+            gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return linear_decode(x, *self, norm=gain, eps=eps, out_dtype=out_dtype)
+        x = (x if norm is None else norm(x).to(x.dtype)).to(out_dtype)
+        return linear(x, self.weight if self.scale is not None else self.weight.to(out_dtype), self.scale)
+
+
+class Linear:
+    """y = x W^T, in x's dtype. W: [out, in], in that dtype or e4m3."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.matrix = Matrix.take(weights, name)
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> Tensor:
         """x: [T, in].   norm: of x, before the product.   decodes: with decode kernels."""
-        if decodes:
-            gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            outs = [linear_decode(x, *part, norm=gain, eps=eps, out_dtype=x.dtype) for part in self.parts]
-        else:
-            x = x if norm is None else norm(x).to(x.dtype)
-            outs = [linear(x, *part) for part in self.parts]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        return self.matrix.product(x, norm, decodes=decodes, out_dtype=x.dtype)
 
 
-def _join(parts: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
-    """Return matrices and scales as one, or as they are if they have several dtypes or begin within a tile."""
-    scales = [scale for _, scale in parts if scale is not None]
+class Linears:
+    """y_i = x W_i^T of matrices that read the same x, in x's dtype or, if `is_wide`, in float32.
+
+    One product where all are of one dtype and, in e4m3, begin with a tile; as many as there are matrices where not.
+    """
+
+    def __init__(self, *matrices: Matrix, is_wide: bool = False) -> None:
+        self.rows, self.is_wide = [matrix.weight.shape[0] for matrix in matrices], is_wide
+        self.parts = _join(matrices)
+
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> list[Tensor]:
+        """Return y_i [T, out_i], views of one tensor where there is one product. The rest: see Linear."""
+        outs = [part.product(x, norm, decodes=decodes, out_dtype=self._dtype(x)) for part in self.parts]
+        return list(torch.split(outs[0], self.rows, 1)) if len(outs) == 1 else outs
+
+    def only(self, which: int, x: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
+        """Return one y_i, without decode kernels: for steps that do not need all of them."""
+        part = self.parts[which if len(self.parts) > 1 else 0]
+        if len(self.parts) == 1:
+            first = sum(self.rows[:which])
+            last = first + self.rows[which]
+            scale = None if part.scale is None else part.scale[first // BLOCK : -(-last // BLOCK)]
+            part = Matrix(part.weight[first:last], scale)
+        return part.product(x, norm, decodes=False, out_dtype=self._dtype(x))
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        return torch.float32 if self.is_wide else x.dtype
+
+
+def _join(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """Return matrices as one, or as they are if they have several dtypes or begin within a tile."""
+    if len(matrices) < 2:
+        return list(matrices)
+    scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
     try:
-        return [join_weights([weight for weight, _ in parts], scales)]
+        return [Matrix(*join_weights([matrix.weight for matrix in matrices], scales))]
     except ValueError:
-        return parts
+        return list(matrices)
 
 
 class GroupedLinear:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.model.attention import Attention, CacheViews, decode_batch
 from engine.model.config import DeepSeekV4Config
-from engine.model.layers import Rotary, Rotations, Weights, hyper_connection
+from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
 from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode
@@ -24,6 +24,7 @@ from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.triton_env import uses_triton
 
 HEAD_ROWS = 64  # at most, for the kernel; of more, such as a prompt whose every token is asked for, torch's product
+HEAD_WORDS = 1 << 14  # of the vocabulary, multiplied at once by torch
 
 
 class Layer:
@@ -63,7 +64,7 @@ class DeepSeekV4:
         self.embedding = weights.pop("embed.weight")
         self.layers = [Layer(weights, i, config, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)]
         self.head_mix = hyper_connection(weights, "hc_head", "norm", config)
-        self.head = weights.pop("head.weight")
+        self.head = narrow(weights.pop("head.weight"))
         self.rotary = Rotary(config, self.embedding.device)
         assert not weights, f"nobody took {sorted(weights)[:5]}"
 
@@ -87,8 +88,10 @@ class DeepSeekV4:
 
     def head_logits(self, x: Tensor) -> Tensor:
         """Return [N, vocab_size] float32 of the head's normed input [N, H]."""
-        has_kernels = uses_triton(x) and x.shape[0] <= HEAD_ROWS
-        return linear_decode(x, self.head, out_dtype=torch.float32) if has_kernels else linear(x, self.head)
+        if uses_triton(x) and x.shape[0] <= HEAD_ROWS:
+            return linear_decode(x, self.head, out_dtype=torch.float32)
+        # A part of the vocabulary at a time: as float32 the head would take gigabytes.
+        return torch.cat([linear(x, some.float()) for some in torch.split(self.head, HEAD_WORDS)], -1)
 
     def _layers(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
-from engine.model.layers import Linear, Weights
+from engine.model.layers import Linear, Linears, Matrix, Weights, narrow
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
 from kernels.moe import expert_scores, experts, gated, route
@@ -36,15 +36,13 @@ class MixtureOfExperts:
 
     def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config) -> None:
         prefix = f"layers.{layer}.ffn"
-        self.gate = weights.pop(f"{prefix}.gate.weight")
-        narrow = self.gate.to(torch.bfloat16)  # as checkpoints have it, and the kernel wants it
-        self.narrow_gate = narrow if torch.equal(narrow.float(), self.gate) else None
+        self.gate = narrow(weights.pop(f"{prefix}.gate.weight"))
         self.table = weights.pop(f"{prefix}.gate.tid2eid") if config.is_hash_layer(layer) else None
         self.bias = None if config.is_hash_layer(layer) else weights.pop(f"{prefix}.gate.bias")
         self.w13 = _matrices(weights, f"{prefix}.experts.w13")
         self.w2 = _matrices(weights, f"{prefix}.experts.w2")
         shared = f"{prefix}.shared_experts"
-        self.shared_w13 = Linear(weights, f"{shared}.w1", f"{shared}.w3")
+        self.shared_w13 = Linears(*(Matrix.take(weights, f"{shared}.{name}") for name in ("w1", "w3")))
         self.shared_w2 = Linear(weights, f"{shared}.w2")
         self.top_k, self.scaling, self.limit = (
             config.num_experts_per_tok,
@@ -65,13 +63,13 @@ class MixtureOfExperts:
             return found[0] if len(found) == 1 else torch.cat(found)
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
-            expert_scores(x, self.gate), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
+            expert_scores(x, self.gate.float()), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
         )
         routed = experts(x, self.w13, self.w2, ids, weights, limit=self.limit)
         return routed + self._shared(x, decodes=False)
 
     def _shared(self, x: Tensor, *, decodes: bool) -> Tensor:
-        gate, up = self.shared_w13(x, decodes=decodes).chunk(2, -1)
+        gate, up = self.shared_w13(x, decodes=decodes)
         return self.shared_w2(gated(gate, up, limit=self.limit), decodes=decodes)
 
     def _read_once(
@@ -79,10 +77,10 @@ class MixtureOfExperts:
     ) -> Tensor:
         given: dict[str, Any] = {"top_k": self.top_k, "scaling": self.scaling, "sequence": sequence}
         given |= {"bias": self.bias} if self.table is None else {"table": self.table, "token_ids": token_ids}
-        if self.narrow_gate is None:
-            routing = route_tokens(x, linear(x.float(), self.gate), **given, is_raw=True)
+        if self.gate.dtype == torch.bfloat16:
+            routing = route_by_gate(x, self.gate, **given)
         else:
-            routing = route_by_gate(x, self.narrow_gate, **given)
+            routing = route_tokens(x, linear(x.float(), self.gate), **given, is_raw=True)
         return experts_decode(routing, w13, w2, limit=self.limit, add=add)
 
 

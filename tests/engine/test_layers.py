@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.layers import GroupedLinear, Linear, RMSNorm
+from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, narrow
 from kernels.quant import dequantize_block_fp8
 
 
@@ -39,9 +39,18 @@ def test_matrices_that_read_one_input_are_one_where_they_can_be(first, second, p
         stored, value = matrix(name, rows, is_e4m3=is_e4m3)
         weights |= stored
         values.append(value)
-    layer, x = Linear(weights, "a", "b"), draw(1, 3, 64)
+    layer, x = Linears(*(Matrix.take(weights, name) for name in "ab")), draw(1, 3, 64)
     assert (len(layer.parts), weights) == (parts, {})
-    torch.testing.assert_close(layer(x, decodes=decodes), x @ torch.cat(values).T, rtol=1e-5, atol=1e-4)
+    for which, (out, value) in enumerate(zip(layer(x, decodes=decodes), values, strict=True)):
+        torch.testing.assert_close(out, x @ value.T, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(layer.only(which, x), x @ value.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_wide_sums_of_narrow_activations_are_not_rounded(decodes):
+    weight, x = (draw(seed, 3, 64).to(torch.bfloat16) for seed in (1, 2))
+    (out,) = Linears(Matrix(weight), is_wide=True)(x, decodes=decodes)
+    torch.testing.assert_close(out, x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_in_front_is_the_same_in_prompts_and_in_decode_steps():
@@ -49,6 +58,18 @@ def test_a_norm_in_front_is_the_same_in_prompts_and_in_decode_steps():
     norm = RMSNorm({"norm.weight": 1 + draw(2, 64) / 10}, "norm", 1e-6)
     layer, x = Linear(weights, "a"), draw(1, 3, 64)
     torch.testing.assert_close(layer(x, norm=norm, decodes=True), layer(norm(x)), rtol=1e-5, atol=1e-4)
+
+
+def test_weights_that_bfloat16_holds_are_kept_so():
+    weight = draw(3, 40, 64).to(torch.bfloat16).float()
+    assert narrow(weight).dtype == torch.bfloat16
+    assert torch.equal(narrow(weight).float(), weight)
+
+
+def test_weights_that_bfloat16_rounds_are_kept_as_they_are():
+    weight = draw(3, 40, 64).to(torch.bfloat16).float()
+    weight[39, 63] += 2**-20
+    assert narrow(weight) is weight
 
 
 @pytest.mark.parametrize("decodes", [False, True])

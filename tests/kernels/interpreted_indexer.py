@@ -56,7 +56,7 @@ def test_the_best_one_of_a_long_row_is_found():
 
 def test_counters_are_zero_again():
     cases.rows_fault([torch.arange(300.0)] * 2, 5, tile=top_k_tile(128, 128))
-    assert not bool(module._counters(torch.device("cpu")).any())
+    assert not bool(module.zeros("index_select", torch.device("cpu"), module.MOST_TOKENS).any())
 
 
 @pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
@@ -100,8 +100,8 @@ def test_queries_are_multiplied_with_the_hadamard_matrix(fmt):
 def test_a_query_that_is_not_finite_is_reported(fmt, value):
     case = make_case([(300, 1), (200, 1)], fmt=fmt, dim=128)
     case.q[0, 2, 70] = value
-    _, sound = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
-    assert sound.tolist() == [False, True]
+    selected = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert [cases.is_unsound(row) for row in selected] == [True, False]
 
 
 @pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
@@ -110,8 +110,8 @@ def test_a_key_that_was_never_written_is_reported(fmt):
     case.keys.values.view(torch.uint8)[int(case.batch.block_table[1, 3]), 2] = 0xFF
     case.keys.scales.view(torch.uint8)[int(case.batch.block_table[1, 3]), 2] = 0xFF
     assert case.fault(tile=logits_tile(), top_tile=top_k_tile()) == ""
-    _, sound = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
-    assert sound.tolist() == [True, False]
+    selected = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert [cases.is_unsound(row) for row in selected] == [False, True]
 
 
 @pytest.mark.parametrize("block", [-1, 10**6])
@@ -124,19 +124,24 @@ def test_an_entry_without_a_block_is_reported(block):
 def test_a_table_that_ends_too_early_is_reported():
     case = make_case([(300, 1)])
     case.batch.positions[0] = 900
-    _, sound = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
-    assert sound.tolist() == [False]
+    selected = module.index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert [cases.is_unsound(row) for row in selected] == [True]
 
 
 def test_scores_without_room_are_reported_and_others_are_not_disturbed():
     case = make_case([(100, 1), (300, 1), (20, 1)])
     how = {"ratio": 4, "top_k": 8}
     scores = module.index_scores(case.query(), case.batch, case.keys, **how, tile=logits_tile(), capacity=64)
-    selected, sound = module.select_scored(scores, case.batch, **how, tile=top_k_tile())
-    assert sound.tolist() == [True, False, True]
-    wanted, _ = module.index_select_reference(case.query(), case.batch, case.keys, **how)
+    selected = module.select_scored(scores, case.batch, **how, tile=top_k_tile())
+    wanted = module.index_select_reference(case.query(), case.batch, case.keys, **how)
     assert selected[[0, 2]].tolist() == wanted[[0, 2]].tolist()
-    assert selected[1].tolist() == [-1] * 8
+    assert cases.is_unsound(selected[1])
+
+
+def test_a_part_of_a_long_row_that_is_not_finite_makes_the_row_unsound():
+    case = make_case([(2000, 1), (2000, 1)])
+    case.keys.scales[int(case.batch.block_table[1, 50]), 2] = math.nan
+    assert case.fault(tile=logits_tile(), top_tile=top_k_tile()) == ""
 
 
 @pytest.mark.parametrize("programs", [1, 7])

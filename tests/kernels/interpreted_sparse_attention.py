@@ -215,7 +215,7 @@ def test_repeated_calls_give_the_same_bits_and_leave_no_count_behind():
     case = make_case([(200, 1), (90, 1)], top_k=40)
     first, _ = case.run(tile=make_tile())
     assert torch.equal(case.run(tile=make_tile())[0], first)
-    assert not bool(module._counter_pool(torch.device("cpu")).any())
+    assert not bool(module._counters(torch.device("cpu"), 1).any())
 
 
 def test_the_combining_kernel_gives_the_bits_of_the_last_program():
