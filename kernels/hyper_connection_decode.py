@@ -260,7 +260,9 @@ _SPREADS = (
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate: bfloat16 streams, 4 of 4096."""
     spreads = tiles_of(SPREAD, arch)
-    found = [_spread_variant(tile, rows, y, padded=rows != 0) for tile in spreads for rows, y in _SPREADS]
+    found = [
+        _spread_variant(tile, rows, y, padded=rows != 0 or y == _EXPERTS) for tile in spreads for rows, y in _SPREADS
+    ]
     left = sorted({ADDED // tile.constants["L"] for tile in spreads})
     found += [_finish_variant(tile, rows, one) for tile in tiles_of(FINISH, arch) for rows in (24, 4) for one in left]
     return found

@@ -98,7 +98,7 @@ class DeepSeekV4:
         decode: DecodeBatch | None,
         rotations: Rotations,
         cache: CacheViews,
-    ) -> tuple[Tensor, Mixed]:
+    ) -> tuple[Tensor | ExpertParts, Mixed]:
         """Return the last sublayer's output and where it began: what spreads it comes next."""
         streams = self.embedding[token_ids][:, None].expand(-1, self.config.hc_mult, -1)
         sequence = decode.sequence if decode else None
