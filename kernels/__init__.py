@@ -16,6 +16,7 @@
     sparse_attention  shared-KV attention over window and selected entries, with sink
     moe               routing and experts
     expert_weights    experts in four bits, NVFP4 or MXFP4, and the order in which kernels read them
+    expert_parts      what experts give each token, added up in a launch, or by who reads it
     moe_gate          gate and routing of a decode step, in one launch
     moe_routing, moe_decode  routing by given scores: lists of rows by expert; products of packed weights over them
     sampling          penalties, truncation, noise keyed by (seed, position)

@@ -9,7 +9,6 @@ sublayers (4 layers) every one has weights of its own; what they cost without a 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor
 
 from kernels.bench import Bench
 from kernels.gpu_timer import Launch
-from kernels.hyper_connection_decode import Mixed, Mixer, mix, spread, spread_and_mix
+from kernels.hyper_connection_decode import mix, spread, spread_and_mix
+from kernels.hyper_connection_inputs import HIDDEN, STREAMS, TOP_K, draw_inputs
 from kernels.tiles import Tile, Variant
 from kernels.triton_env import HAS_PDL, uses_triton
 
-STREAMS, HIDDEN, EPS, ITERS, SUBLAYERS = 4, 4096, 1e-6, 20, 8
+SUBLAYERS = 8
 _CHANNELS, _WORDS, _TOKENS = 32, 8192, 64  # of a program of the stand-in: channels of x, words of weights, tokens
 
 
@@ -63,7 +63,9 @@ def benches() -> list[Bench]:
     """Return the benches: one sublayer behind a stand-in, the ends of the model, chains of sublayers."""
     return [
         *(bench for n in (1, 16, 64) for bench in (_stand_in(n), _both(n))),
-        *(_both(n, head=True) for n in (1, 64)),
+        *(_both(n, top_k=TOP_K, sums=sums) for n in (1, 16, 64) for sums in (False, True)),
+        *(_both(n, head=True, top_k=top_k) for n in (1, 64) for top_k in (0, TOP_K)),
+        *(_spread(n, hidden=HIDDEN, top_k=TOP_K) for n in (1, 64)),
         *(_first(n) for n in (1, 64)),
         *(_chain(n, mixes=mixes) for n in (1, 16, 64) for mixes in (False, True)),
     ]
@@ -72,55 +74,15 @@ def benches() -> list[Bench]:
 def samples() -> list[Bench]:
     """Return one small step for each shipped path."""
     small = [_both(5, n=n, hidden=64 * n, padding=1, head=head) for n in (2, 3, 4) for head in (False, True)]
-    return [*small, _both(18, hidden=128, dtype=torch.float32), _first(3, hidden=128), _spread(3, hidden=128)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """One sublayer: spread_and_mix(y, before, mixer, sequence=sequence)."""
-
-    y: Tensor
-    before: Mixed
-    mixer: Mixer
-    sequence: Tensor | None
-
-    def launch(self, tiles: tuple[Tile, Tile] | None = None) -> Mixed:
-        return spread_and_mix(self.y, self.before, self.mixer, sequence=self.sequence, tiles=tiles)
-
-
-def draw_mixer(draw: torch.Generator, n: int, hidden: int, *, head: bool = False) -> Mixer:
-    """Return random weights on the generator's device."""
-    rows = n if head else (2 + n) * n
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw, device=draw.device)
-
-    fn = normal(rows, n * hidden) / (n * hidden) ** 0.5
-    return Mixer(fn, normal(rows) / 2, normal(1 if head else 3) / 5 + 1, normal(hidden) / 10 + 1, EPS, EPS, ITERS)
-
-
-def draw_inputs(
-    device: torch.device,
-    seed: int,
-    tokens: int,
-    *,
-    n: int = STREAMS,
-    hidden: int = HIDDEN,
-    padding: int = 0,
-    head: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Inputs:
-    """Return a sublayer's end, `padding` padding tokens behind `tokens` tokens. head: it is the last one's."""
-    draw = torch.Generator(device).manual_seed(seed)
-    total = tokens + padding
-    sequence = torch.arange(total, device=device).to(torch.int32)
-    sequence[tokens:] = -1
-    streams = torch.randn(total, n, hidden, generator=draw, device=device).to(dtype)
-    carry = torch.rand(total, 1 + n, 4, generator=draw, device=device) + 0.5
-    before = Mixed(streams[:, 0], streams, carry, EPS, ITERS)
-    # Attention's outputs are bfloat16, those of experts, which the head follows, float32.
-    y = torch.randn(total, hidden, generator=draw, device=device).to(torch.float32 if head else torch.bfloat16)
-    return Inputs(y, before, draw_mixer(draw, n, hidden, head=head), sequence)
+    small += [_both(5, hidden=128, padding=1, head=head, top_k=TOP_K) for head in (False, True)]
+    small += [_both(17, hidden=128, top_k=TOP_K, sums=sums) for sums in (False, True)]
+    return [
+        *small,
+        _spread(3, hidden=128, top_k=TOP_K),
+        _both(18, hidden=128, dtype=torch.float32),
+        _first(3, hidden=128),
+        _spread(3, hidden=128),
+    ]
 
 
 def _both(
@@ -131,14 +93,26 @@ def _both(
     padding: int = 0,
     head: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    top_k: int = 0,
+    sums: bool = False,
 ) -> Bench:
     def make(device: torch.device, i: int) -> Launch:
-        return draw_inputs(device, i, tokens, n=n, hidden=hidden, padding=padding, head=head, dtype=dtype).launch
+        return draw_inputs(
+            device, i, tokens, n=n, hidden=hidden, padding=padding, head=head, dtype=dtype, top_k=top_k, sums=sums
+        ).launch
 
     shape = [f"B={tokens}", *(["head"] if head else []), *([f"{n} x {hidden} {dtype}"] if hidden != HIDDEN else [])]
-    is_chained = not head and hidden == HIDDEN
+    shape += ["experts" + " summed before" * sums] if top_k else []
+    is_chained = not head and not top_k and hidden == HIDDEN
     return _bench(
-        " ".join(shape), tokens, n, hidden, make, head=head, chain=f"hyper B={tokens}" if is_chained else None
+        " ".join(shape),
+        tokens,
+        n,
+        hidden,
+        make,
+        head=head,
+        top_k=top_k,
+        chain=f"hyper B={tokens}" if is_chained else None,
     )
 
 
@@ -151,12 +125,13 @@ def _first(tokens: int, *, hidden: int = HIDDEN) -> Bench:
     return _bench(f"B={tokens} first of {hidden}", tokens, STREAMS, hidden, make, streams=1)
 
 
-def _spread(tokens: int, *, hidden: int) -> Bench:
+def _spread(tokens: int, *, hidden: int, top_k: int = 0) -> Bench:
     def make(device: torch.device, i: int) -> Launch:
-        inputs = draw_inputs(device, i, tokens, hidden=hidden)
+        inputs = draw_inputs(device, i, tokens, hidden=hidden, top_k=top_k)
         return lambda: spread(inputs.y, inputs.before, sequence=inputs.sequence)
 
-    return _bench(f"B={tokens} spread of {hidden}", tokens, STREAMS, hidden, make)
+    shape = f"B={tokens} spread of {hidden}" + " experts" * (top_k > 0)
+    return _bench(shape, tokens, STREAMS, hidden, make, top_k=top_k)
 
 
 def draw_weights(device: torch.device, seed: int) -> Tensor:
@@ -168,7 +143,7 @@ def draw_weights(device: torch.device, seed: int) -> Tensor:
 
 def _stand_in(tokens: int) -> Bench:
     def make(device: torch.device, i: int) -> Launch:
-        x, weights = draw_inputs(device, i, tokens).y, draw_weights(device, i)
+        x, weights = draw_inputs(device, i, tokens).before.x, draw_weights(device, i)
         return lambda: stand_in(x, weights)
 
     size = 4 * HIDDEN // _CHANNELS * _WORDS + 4 * tokens * HIDDEN
@@ -193,7 +168,8 @@ def chain(
     weights = [draw_weights(device, SUBLAYERS * seed + at) for at in range(SUBLAYERS)]
 
     def run() -> Tensor:
-        now, x = inputs[0].before, inputs[0].y
+        now = inputs[0].before
+        x = now.x
         for one, weight in zip(inputs, weights, strict=True):
             y = stand_in(x, weight)
             if mixes:
@@ -213,6 +189,7 @@ def _bench(
     *,
     head: bool = False,
     streams: int | None = None,
+    top_k: int = 0,
     chain: str | None = None,
 ) -> Bench:
     rows = n if head else (2 + n) * n
@@ -221,7 +198,7 @@ def _bench(
         op="hyper_connection",
         shape=shape,
         make=make,
-        bytes=_bytes(tokens, n, hidden, rows=rows, streams=streams),
+        bytes=_bytes(tokens, n, hidden, rows=rows, streams=streams) + 4 * tokens * top_k * hidden,
         flops=2 * tokens * rows * n * hidden,
         chain=chain,
     )

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.expert_parts import ExpertParts, add_up_reference
 from kernels.hyper_connection import collapse_reference, hc_head_reference, hc_post_reference, sinkhorn_reference
-from kernels.hyper_connection_triton import TOKENS, finish_kernel, spread_kernel
+from kernels.hyper_finish_triton import finish_kernel
+from kernels.hyper_spread_triton import TOKENS, spread_kernel
 from kernels.norm_rope import rms_norm_reference
 from kernels.tiles import Tile, Variant, tile_for, tiles_of
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
@@ -79,11 +81,12 @@ def mix_reference(streams: Tensor, mixer: Mixer, *, sequence: Tensor | None = No
     return Mixed(x if carry is None else x.to(dtype), streams, carry, mixer.eps, mixer.iters)
 
 
-def spread_reference(y: Tensor, before: Mixed, *, sequence: Tensor | None = None) -> Tensor:
+def spread_reference(y: Tensor | ExpertParts, before: Mixed, *, sequence: Tensor | None = None) -> Tensor:
     """See spread."""
     assert before.carry is not None
     n = before.streams.shape[1]
     comb = sinkhorn_reference(before.carry[:, 1:, :n], eps=before.eps, iters=before.iters)
+    y = add_up_reference(y) if isinstance(y, ExpertParts) else y
     streams = hc_post_reference(y, before.streams, before.carry[:, 0, :n], comb)
     return streams if sequence is None else torch.where((sequence >= 0)[:, None, None], streams, 0)
 
@@ -104,29 +107,37 @@ def mix(
 
 
 def spread_and_mix(
-    y: Tensor, before: Mixed, mixer: Mixer, *, sequence: Tensor | None = None, tiles: tuple[Tile, Tile] | None = None
+    y: Tensor | ExpertParts,
+    before: Mixed,
+    mixer: Mixer,
+    *,
+    sequence: Tensor | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> Mixed:
     """Return where the next sublayer begins, or what the head returns, given a sublayer's output y.
 
-    y: [T, H] of any float dtype, contiguous.   before: where that sublayer began.   mixer: the next one's; its n is 2
-    to 4, H a multiple of 64.   sequence: as in `mix`; the streams of padding become 0, whatever its y.
+    y: [T, H] of any float dtype, contiguous; or rows of experts, which are added up here.   before: where that sublayer
+    began.   mixer: the next one's; its n is 2 to 4, H a multiple of 64.   sequence: as in `mix`; the streams of padding
+    become 0, whatever its y.
     """
     _check(before.streams, mixer, sequence)
     _check_output(y, before)
-    if not uses_triton(y):
+    if not uses_triton(before.streams):
         streams = spread_reference(y, before, sequence=sequence)
         return mix_reference(streams, mixer, sequence=sequence)
-    streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=y.device)
+    streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=before.streams.device)
     parts = _begin(streams, before.streams, (y, before), mixer, sequence, tiles)
     return _finish(streams, mixer, parts, sequence, tiles)
 
 
-def spread(y: Tensor, before: Mixed, *, sequence: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+def spread(
+    y: Tensor | ExpertParts, before: Mixed, *, sequence: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
     """Return the streams [T, n, H] behind a sublayer, in their dtype: spread_and_mix without what follows."""
     _check_output(y, before)
-    if not uses_triton(y):
+    if not uses_triton(before.streams):
         return spread_reference(y, before, sequence=sequence)
-    streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=y.device)
+    streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=before.streams.device)
     _begin(streams, before.streams, (y, before), None, sequence, (tile, tile) if tile else None)
     return streams
 
@@ -134,7 +145,7 @@ def spread(y: Tensor, before: Mixed, *, sequence: Tensor | None = None, tile: Ti
 def _begin(
     out: Tensor | None,
     streams: Tensor,
-    after: tuple[Tensor, Mixed] | None,
+    after: tuple[Tensor | ExpertParts, Mixed] | None,
     mixer: Mixer | None,
     sequence: Tensor | None,
     tiles: tuple[Tile, Tile] | None,
@@ -146,14 +157,18 @@ def _begin(
     warps, spans = tile.constants["W"], tile.constants["L"]
     parts = torch.empty((tokens, columns(rows) // 4, hidden // _SUMMED, ADDED // spans, 4), device=streams.device)
     y, before = after or (None, None)
+    given: tuple[Any, ...] = (y, None, None, None, None)
+    top_k = 0
+    if isinstance(y, ExpertParts):
+        given, top_k = (y.parts, y.ids, y.rank, y.first, y.add), y.ids.shape[1]
     pdl, launch = _pdl(streams.device)
     if tokens:
         spread_kernel[(-(-tokens // (TOKENS * warps)), hidden // (16 * spans))](
-            out, parts if mixer else None, streams, streams.stride(0), streams.stride(1), y,
+            out, parts if mixer else None, streams, streams.stride(0), streams.stride(1), *given,
             before.carry if before else None, mixer.fn if mixer else None, sequence, tokens,
             before.eps if before else 0.0,
             H=hidden, N=n, ROWS=rows, ITERS=before.iters if before else 0, COLUMNS=columns(rows), W=warps, L=spans,
-            SPREAD=after is not None, PDL=pdl, num_warps=warps, num_stages=1, **launch,
+            SPREAD=after is not None, TOP_K=top_k, PDL=pdl, num_warps=warps, num_stages=1, **launch,
         )  # fmt: skip
     return parts
 
@@ -217,40 +232,54 @@ def _check(streams: Tensor, mixer: Mixer, sequence: Tensor | None) -> None:
         raise ValueError(f"sequence {tuple(sequence.shape)} {sequence.dtype}: wanted {(tokens,)} int32")
 
 
-def _check_output(y: Tensor, before: Mixed) -> None:
+def _check_output(y: Tensor | ExpertParts, before: Mixed) -> None:
     tokens, n, hidden = before.streams.shape
     if before.carry is None:
         raise ValueError("carry None: there is nothing to spread behind the head")
     if before.carry.shape != (tokens, 1 + n, 4) or not before.carry.is_contiguous():
         raise ValueError(f"carry {tuple(before.carry.shape)}: wanted contiguous {(tokens, 1 + n, 4)}")
-    if y.shape != (tokens, hidden) or not y.is_floating_point() or not y.is_contiguous():
+    is_sound = isinstance(y, ExpertParts) or (y.is_floating_point() and y.is_contiguous())
+    if tuple(y.shape) != (tokens, hidden) or not is_sound:
+        found = "" if isinstance(y, ExpertParts) else f" {y.dtype}, strides {y.stride()}"
         raise ValueError(
-            f"y {tuple(y.shape)} {y.dtype}, strides {y.stride()}: wanted contiguous floats {(tokens, hidden)} "
+            f"y {tuple(y.shape)}{found}: wanted contiguous floats {(tokens, hidden)}, or rows of experts for as many, "
             f"for streams {tuple(before.streams.shape)}"
         )
 
 
-# What the offline gate compiles: DeepSeek-V4-Flash. (rows of fn, dtype of y) of the first launch; None: no spread.
-_STREAMS, _HIDDEN, _ITERS = 4, 4096, 20
-_SPREADS = ((24, "*bf16"), (24, "*fp32"), (24, None), (4, "*fp32"), (4, None), (0, "*fp32"))
+# What the offline gate compiles: DeepSeek-V4-Flash. (rows of fn, dtype of y) of the first launch; None: no spread;
+# _EXPERTS: rows of six experts, to which bfloat16 is added.
+_STREAMS, _HIDDEN, _ITERS, _TOP_K, _EXPERTS = 4, 4096, 20, 6, "experts"
+_SPREADS = (
+    *((24, y) for y in ("*bf16", "*fp32", _EXPERTS, None)),
+    *((4, y) for y in ("*fp32", _EXPERTS, None)),
+    *((0, y) for y in ("*fp32", _EXPERTS)),
+)
 
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate: bfloat16 streams, 4 of 4096."""
     spreads = tiles_of(SPREAD, arch)
-    found = [_spread_variant(tile, rows, y, padded=rows != 0) for tile in spreads for rows, y in _SPREADS]
+    found = [
+        _spread_variant(tile, rows, y, padded=rows != 0 or y == _EXPERTS) for tile in spreads for rows, y in _SPREADS
+    ]
     left = sorted({ADDED // tile.constants["L"] for tile in spreads})
     found += [_finish_variant(tile, rows, one) for tile in tiles_of(FINISH, arch) for rows in (24, 4) for one in left]
     return found
 
 
 def _spread_variant(tile: Tile, rows: int, y: str | None, *, padded: bool) -> Variant:
+    is_experts = y == _EXPERTS
     signature = {"out_ptr": "*bf16", "part_ptr": "*fp32", "streams_ptr": "*bf16", "token_stride": "i32"}
-    signature |= {"stream_stride": "i32", "y_ptr": y or "", "carry_ptr": "*fp32", "fn_ptr": "*fp32"}
+    signature |= {"stream_stride": "i32", "y_ptr": "*fp32" if is_experts else y or ""}
+    signature |= dict.fromkeys(("ids_ptr", "rank_ptr", "first_ptr"), "*i32")
+    signature |= {"add_ptr": "*bf16", "carry_ptr": "*fp32", "fn_ptr": "*fp32"}
     signature |= {"sequence_ptr": "*i32", "tokens": "i32", "eps": "fp32"}
     fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "ROWS": rows, "ITERS": _ITERS if y else 0}
-    fixed |= {"COLUMNS": columns(rows), **tile.constants, "SPREAD": y is not None, "PDL": True}
+    fixed |= {"COLUMNS": columns(rows), **tile.constants, "SPREAD": y is not None}
+    fixed |= {"TOP_K": _TOP_K if is_experts else 0, "PDL": True}
     absent = (() if y else ("out_ptr", "y_ptr", "carry_ptr")) + (() if rows else ("part_ptr", "fn_ptr"))
+    absent += () if is_experts else ("ids_ptr", "rank_ptr", "first_ptr", "add_ptr")
     fixed |= dict.fromkeys(absent + (() if padded else ("sequence_ptr",)))
     return Variant(
         SPREAD,

@@ -3,11 +3,12 @@
     h[r] = weight[r] * silu(min(x[token r] W1^T, L)) * clamp(x[token r] W3^T, -L, L)      rows r of moe_routing.py, f16
     out[t] = sum over the token's k rows, in the order of its choices, of h[r] W2^T, then + add[t]
 
-Three launches: both first products with the activation; the last product, rows apart; the sum. The first two take items
-from a list that routing has made, (expert, block of weight rows), so an expert without tokens costs nothing; experts
-with many rows come first, and programs share the channels of their first products. Nothing is read back, sizes depend
-on the number of tokens alone, and sums have a fixed order: equal inputs give equal bits, and a token's bits depend on
-nothing of the others but how many there are (which tile) and how many chose its experts (8, MANY, or more).
+Two launches: both first products with the activation; the last product, rows apart. Adding these up is a third one, or
+work of whoever reads them (expert_parts.py). Both take items from a list that routing has made, (expert, block of
+weight rows), so an expert without tokens costs nothing; experts with many rows come first, and programs share the
+channels of their first products. Nothing is read back, sizes depend on the number of tokens alone, and sums have a
+fixed order: equal inputs give equal bits, and a token's bits depend on nothing of the others but how many there are
+(which tile) and how many chose its experts (8, MANY, or more).
 
 Activations are f16 between the products: x comes from a norm, h from a clamped product of at most L^2 times its weight,
 lifted by a power of two so that small ones keep their digits. What f16 can't hold becomes NaN for its token alone.
@@ -22,25 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.expert_parts import ExpertParts, add_up, add_up_reference
 from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing
-from kernels.moe_triton import down_kernel, sum_kernel, up_kernel
+from kernels.moe_triton import down_kernel, up_kernel
 from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
-UP, DOWN, SUM = "moe_up", "moe_down", "moe_sum"
+UP, DOWN = "moe_up", "moe_down"
 FORMATS = {"nvfp4": 0, "mxfp4": 1}
-_SUM_BLOCK = 512
 
 
-def experts_decode_reference(
+def expert_parts_reference(
     routing: Routing, w13: ExpertWeights, w2: ExpertWeights, *, limit: float, add: Tensor | None = None
-) -> Tensor:
-    """Return [T, H] float32. See experts_decode."""
-    tokens = routing.ids.shape[0]
+) -> ExpertParts:
+    """See expert_parts."""
     x = from_pieces(routing.x).float()
-    out = torch.zeros(tokens, w2.rows, device=x.device) if add is None else add.float().clone()
+    parts = torch.zeros(routing.rows, w2.rows, device=x.device)
     for expert in sorted(set(routing.ids[routing.ids >= 0].tolist())):
         token, k = (routing.ids == expert).nonzero(as_tuple=True)
         one = torch.tensor([expert], device=x.device)
@@ -48,8 +48,16 @@ def experts_decode_reference(
         gate, up = (x[token] @ first.T).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         hidden = (hidden * (routing.weights[token, k, None] * lift_of(limit))).to(torch.float16).float()
-        out.index_add_(0, token, torch.where(hidden.isinf(), math.nan, hidden / lift_of(limit)) @ last.T)
-    return out
+        rows = routing.first[expert] + routing.rank[token, k]
+        parts[rows] = torch.where(hidden.isinf(), math.nan, hidden / lift_of(limit)) @ last.T
+    return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
+
+
+def experts_decode_reference(
+    routing: Routing, w13: ExpertWeights, w2: ExpertWeights, *, limit: float, add: Tensor | None = None
+) -> Tensor:
+    """Return [T, H] float32. See experts_decode."""
+    return add_up_reference(expert_parts_reference(routing, w13, w2, limit=limit, add=add))
 
 
 def experts_decode(
@@ -64,11 +72,27 @@ def experts_decode(
 ) -> Tensor:
     """Return [T, H] of `out_dtype`: the weighted sum of each token's experts, 0 for padding, plus add.
 
+    The arguments are those of expert_parts.
+    """
+    return add_up(expert_parts(routing, w13, w2, limit=limit, add=add, tiles=tiles), out_dtype=out_dtype)
+
+
+def expert_parts(
+    routing: Routing,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    *,
+    limit: float,
+    add: Tensor | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> ExpertParts:
+    """Return each token's weighted experts, not yet added up, beside what is added to them.
+
     routing: of route_tokens, T tokens.   w13: 2 I rows of H channels, w2: H rows of I channels, of the same experts;
     formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert.   tiles: of the first and
-    the last product, instead of the table's. Calls of one stream share counters (scratch.py).
+    the last product, instead of the table's. Calls of one stream share counters (scratch.py). Raises ValueError for what does
+    not fit together.
     """
-    tokens, top_k = routing.ids.shape
     hidden, inner = w13.channels, w2.channels
     if w13.rows != 2 * inner or w2.rows != hidden or w13.experts != w2.experts or (w13.parts, w2.parts) != (2, 1):
         raise ValueError(
@@ -79,23 +103,16 @@ def experts_decode(
         raise ValueError(f"rows of {routing.x.shape[1]} channels for experts of {hidden}, limit {limit}")
     if routing.token.shape[0] != w13.experts:
         raise ValueError(f"routing among {routing.token.shape[0]} experts, weights of {w13.experts}")
-    if add is not None and (add.shape != (tokens, hidden) or not add.is_contiguous()):
-        raise ValueError(f"add {tuple(add.shape)}, strides {add.stride()}: wanted contiguous {(tokens, hidden)}")
     if not uses_triton(routing.x):
-        return experts_decode_reference(routing, w13, w2, limit=limit, add=add).to(out_dtype)
-    out = torch.empty((tokens, hidden), dtype=out_dtype, device=routing.x.device)
-    if not tokens:
-        return out
-    arch = arch_of(routing.x.device)
-    first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
-    between = first_products(routing, w13, limit=limit, tile=first)
-    parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
-    pdl, launch = _pdl(routing.x.device)
-    sum_kernel[(tokens, -(-hidden // _SUM_BLOCK))](
-        out, parts, routing.ids, routing.rank, routing.first, add, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, PDL=pdl,
-        num_warps=4, num_stages=1, **launch,
-    )  # fmt: skip
-    return out
+        return expert_parts_reference(routing, w13, w2, limit=limit, add=add)
+    if routing.rows:
+        tokens, arch = routing.ids.shape[0], arch_of(routing.x.device)
+        first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
+        between = first_products(routing, w13, limit=limit, tile=first)
+        parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
+    else:
+        parts = torch.empty((0, hidden), device=routing.x.device)
+    return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
 
 
 def lift_of(limit: float) -> float:
@@ -192,7 +209,6 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
 _TOKENS = (1, 8, 16, 128, 256)
 _HIDDEN, _INNER = 4096, 512
-_SUMS: list[tuple[str, str | None]] = [("*fp32", None), ("*fp32", "*fp32"), ("*bf16", "*bf16")]
 
 
 def variants(arch: str) -> list[Variant]:
@@ -202,12 +218,6 @@ def variants(arch: str) -> list[Variant]:
         for tile in (tile_for(op, arch, tokens=tokens) for tokens in _TOKENS):
             for fmt in FORMATS:
                 found.setdefault(f"{op} {fmt} {id(tile)}", _variant(op, fmt, tile))
-    for out, add in _SUMS:
-        signature = {"out_ptr": out, "part_ptr": "*fp32", "ids_ptr": "*i32", "rank_ptr": "*i32", "first_ptr": "*i32"}
-        signature |= {"add_ptr": add} if add else {}
-        fixed: dict[str, Any] = {"H": _HIDDEN, "TOP_K": 6, "BLOCK": _SUM_BLOCK, "PDL": True}
-        fixed |= {} if add else {"add_ptr": None}
-        found[f"sum {out} {add}"] = Variant(SUM, sum_kernel, signature, fixed, 4, 1, tensor_ops=())
     return list(found.values())
 
 

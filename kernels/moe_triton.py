@@ -1,4 +1,4 @@
-"""The Triton kernels of moe_decode.py: grouped products of packed expert weights with few tokens each, and the sum.
+"""The Triton kernels of moe_decode.py: grouped products of packed expert weights with few tokens each.
 
 Where an expert has up to 8 tokens, or 16, warps work alone; where it has more, they share the tokens (see
 moe_product_triton.py). The experts that have rows are listed by routing; a program finds its item in that list.
@@ -259,35 +259,3 @@ def down_kernel(
     # to do must not fill the multiprocessors waiting.
     if PDL and tl.program_id(0) == 0:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def sum_kernel(
-    out_ptr, part_ptr, ids_ptr, rank_ptr, first_ptr, add_ptr,
-    H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[t] = part[row of t's first choice] + part[of its second] + ..., in that order, and then add[t].
-
-    Grid (tokens, blocks).
-    """
-    token = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < H
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    # Of routing, which has long ended.
-    is_real = tl.load(ids_ptr + token * TOP_K) >= 0
-    rows = ()
-    for k in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * TOP_K + k)
-        row = tl.load(first_ptr + expert, mask=is_real, other=0) + tl.load(rank_ptr + token * TOP_K + k)
-        rows = rows + (row,)  # noqa: RUF005 - Triton knows no other way
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        at = part_ptr + rows[k].to(tl.int64) * H + channel
-        total += tl.load(at, mask=inside & is_real, other=0.0)
-    if add_ptr is not None:
-        total += tl.load(add_ptr + token.to(tl.int64) * H + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token.to(tl.int64) * H + channel, total.to(out_ptr.dtype.element_ty), mask=inside)

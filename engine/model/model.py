@@ -17,6 +17,7 @@ from engine.model.attention import Attention, CacheViews, decode_batch
 from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
+from kernels.expert_parts import ExpertParts
 from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode
 from kernels.hyper_connection_decode import Mixed, mix, spread, spread_and_mix
@@ -45,11 +46,11 @@ class Layer:
         decode: DecodeBatch | None,
         rotations: Rotations,
         cache: CacheViews,
-    ) -> tuple[Tensor, Mixed]:
-        """Return the experts' output [T, H], and where they began: what spreads it comes next."""
+    ) -> tuple[Tensor | ExpertParts, Mixed]:
+        """Return the experts' output [T, H], perhaps in parts, and where they began: what spreads it comes next."""
         y = self.attention(mixed.x, batch, decode, rotations, cache)
         mixed = spread_and_mix(y, mixed, self.experts_mix, sequence=decode.sequence if decode else None)
-        return self.experts(mixed.x, token_ids, decode), mixed
+        return self.experts.parts(mixed.x, token_ids, decode), mixed
 
 
 class DeepSeekV4:
@@ -100,7 +101,7 @@ class DeepSeekV4:
         decode: DecodeBatch | None,
         rotations: Rotations,
         cache: CacheViews,
-    ) -> tuple[Tensor, Mixed]:
+    ) -> tuple[Tensor | ExpertParts, Mixed]:
         """Return the last sublayer's output and where it began: what spreads it comes next."""
         streams = self.embedding[token_ids][:, None].expand(-1, self.config.hc_mult, -1)
         sequence = decode.sequence if decode else None

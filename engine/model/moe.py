@@ -14,10 +14,11 @@ from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Linear, Linears, Matrix, Weights, narrow
+from kernels.expert_parts import ExpertParts, add_up
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
 from kernels.moe import expert_scores, experts, gated, route
-from kernels.moe_decode import experts_decode
+from kernels.moe_decode import expert_parts
 from kernels.moe_gate import route_by_gate
 from kernels.moe_routing import route_tokens
 from kernels.ragged import DecodeBatch
@@ -52,6 +53,14 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch | None = None) -> Tensor:
         """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step that may have padding tokens."""
+        y = self.parts(x, token_ids, decode)
+        return add_up(y) if isinstance(y, ExpertParts) else y
+
+    def parts(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch | None = None) -> Tensor | ExpertParts:
+        """Return the output as it comes: what packed experts give up to TOKENS tokens is left to the reader to add up.
+
+        The arguments are those of a call.
+        """
         w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
         if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
             add = self._shared(x, decodes=decode is not None)
@@ -60,7 +69,7 @@ class MixtureOfExperts:
                 at = slice(first, first + TOKENS)
                 sequence = None if decode is None else decode.sequence[at]
                 found.append(self._read_once(x[at], token_ids[at], add[at], sequence, w13, w2))
-            return found[0] if len(found) == 1 else torch.cat(found)
+            return found[0] if len(found) == 1 else torch.cat([add_up(y) for y in found])
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
             expert_scores(x, self.gate.float()), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
@@ -74,14 +83,14 @@ class MixtureOfExperts:
 
     def _read_once(
         self, x: Tensor, token_ids: Tensor, add: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights
-    ) -> Tensor:
+    ) -> ExpertParts:
         given: dict[str, Any] = {"top_k": self.top_k, "scaling": self.scaling, "sequence": sequence}
         given |= {"bias": self.bias} if self.table is None else {"table": self.table, "token_ids": token_ids}
         if self.gate.dtype == torch.bfloat16:
             routing = route_by_gate(x, self.gate, **given)
         else:
             routing = route_tokens(x, linear(x.float(), self.gate), **given, is_raw=True)
-        return experts_decode(routing, w13, w2, limit=self.limit, add=add)
+        return expert_parts(routing, w13, w2, limit=self.limit, add=add)
 
 
 def _matrices(weights: Weights, name: str) -> Tensor | ExpertWeights:

@@ -37,10 +37,12 @@ class Case:
     iters: int = 20
     sharp: float = 1.0
     expanded: bool = False
+    top_k: int = 0
     design: int | None = None
 
     def __str__(self) -> str:
         flags = [name for name in ("head", "expanded") if getattr(self, name)]
+        flags += [f"top {self.top_k}"] if self.top_k else []
         flags += [] if self.design is None else ["warps {}, {}, spans {}".format(*TILES[self.design])]
         flags += [f"{self.iters} rounds, sharp {self.sharp:g}"] if self.sharp != 1 else []
         types = f"{self.dtype} y {self.y_dtype}".replace("torch.", "")
@@ -50,8 +52,14 @@ class Case:
 def cases_of(*, small: bool = False) -> list[Case]:
     """Return all cases; small: few and tiny ones, for the interpreter."""
     if small:
-        return [Case(3, n, 64, padding=1, head=head, iters=2) for n in (2, 4) for head in (False, True)]
+        few = [Case(3, n, 64, padding=1, head=head, iters=2) for n in (2, 4) for head in (False, True)]
+        return [*few, Case(3, 4, 64, padding=1, iters=2, top_k=3)]
     return [
+        *(Case(tokens, top_k=6) for tokens in (1, 5, 16, 17, 64, 256)),
+        *(Case(tokens, top_k=6, padding=3) for tokens in (1, 15, 64)),
+        *(Case(tokens, top_k=6, head=True) for tokens in (1, 64)),
+        *(Case(17, 3, hidden, dtype, top_k=4, padding=2) for hidden in (64, 7168) for dtype in (BF16, FLOAT)),
+        *(Case(64, top_k=6, design=design) for design in range(len(TILES))),
         *(Case(tokens, y_dtype=y) for tokens in (1, 5, 16, 17, 64, 256) for y in (BF16, FLOAT)),
         *(Case(tokens, padding=3) for tokens in (1, 15, 64)),
         *(Case(tokens, head=True, y_dtype=FLOAT) for tokens in (1, 64)),
@@ -81,7 +89,8 @@ def fault_of(case: Case, device: str) -> str:
     options = {} if case.design is None else {"tiles": _tiles(case.design)}
     fault = str(made.fault(**options))
     first, second = made.run(**options), made.run(**options)
-    return fault or _bits(first, second, "two calls") or load("hyper_connection_cases").spread_alone_fault(made)
+    fault = fault or _bits(first, second, "two calls") or load("hyper_connection_cases").spread_alone_fault(made)
+    return fault or (load("hyper_connection_cases").summed_fault(made, **options) if case.top_k else "")
 
 
 def batch_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
@@ -114,7 +123,7 @@ def replay_fault(device: str) -> str:
     """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all."""
     from kernels.hyper_connection_decode import spread_and_mix
 
-    for case in (Case(1), Case(16, padding=2), Case(64)):
+    for case in (Case(1), Case(16, padding=2), Case(64), Case(1, top_k=6), Case(16, padding=2, top_k=6)):
         made, other = make(case, device), make(case, device, seed=10)
         head = load("hyper_connection_cases").make_mixer(5, n=case.n, hidden=case.hidden, head=True, device=device)
 
@@ -130,7 +139,7 @@ def replay_fault(device: str) -> str:
             results = run()
         for source in (made, other, made, other):
             made.streams.copy_(source.streams)
-            made.y.copy_(source.y)
+            _copy(made.y, source.y)
             for _ in range(3):
                 graph.replay()
             torch.cuda.synchronize()
@@ -141,6 +150,15 @@ def replay_fault(device: str) -> str:
         if torch.equal(made.run().x, make(case, device).run().x):
             return f"{case}: the other inputs are the same"
     return ""
+
+
+def _copy(to, source) -> None:
+    """Copy a sublayer's output in place; rows of experts with all that says whose they are."""
+    if isinstance(to, torch.Tensor):
+        to.copy_(source)
+    else:
+        for field in dataclasses.fields(to):
+            getattr(to, field.name).copy_(getattr(source, field.name))
 
 
 def _bits(a, b, what: str) -> str:

@@ -7,7 +7,9 @@ import math
 
 import torch
 
+from kernels.expert_parts import ExpertParts, add_up, add_up_reference
 from kernels.hyper_connection_decode import Mixed, Mixer, mix, spread, spread_and_mix
+from kernels.hyper_connection_inputs import draw_parts
 from kernels.tiles import Tile
 
 EPS, NORM_EPS = 1e-6, 1e-6
@@ -21,7 +23,7 @@ class Case:
     """mix(streams, first), then spread_and_mix(y, .., second)."""
 
     streams: torch.Tensor
-    y: torch.Tensor
+    y: torch.Tensor | ExpertParts
     first: Mixer
     second: Mixer
     sequence: torch.Tensor | None
@@ -72,9 +74,10 @@ def mix_fault(got: Mixed, streams: torch.Tensor, mixer: Mixer, sequence: torch.T
     )
 
 
-def spread_fault(got: torch.Tensor, y: torch.Tensor, before: Mixed, sequence: torch.Tensor | None) -> str:
+def spread_fault(got: torch.Tensor, y: torch.Tensor | ExpertParts, before: Mixed, sequence: torch.Tensor | None) -> str:
     """Return how the next streams differ from the formula, given what the kernels carried, "" if not."""
     assert before.carry is not None
+    y = add_up_reference(y) if isinstance(y, ExpertParts) else y
     n = before.streams.shape[1]
     carry, eps = before.carry.double()[:, :, :n], before.eps
     comb = torch.softmax(carry[:, 1:], -1) + eps
@@ -132,23 +135,29 @@ def make_case(
     iters: int = 3,
     sharp: float = 1.0,
     expanded: bool = False,
+    top_k: int = 0,
     seed: int = 0,
     device: str = "cpu",
 ) -> Case:
     """Return a step of `tokens` tokens and `padding` padding ones, whose rows are NaN.
 
     head: the second mixer is that of the head.   expanded: all streams are one in memory, as in the first layer.
+    top_k: y is as many rows of experts a token, unless 0, and bfloat16 to be added.
     """
     draw = torch.Generator(device).manual_seed(seed)
     total = tokens + padding
     streams = torch.randn(total, 1 if expanded else n, hidden, generator=draw, device=device).to(dtype)
-    y = torch.randn(total, hidden, generator=draw, device=device).to(y_dtype)
+    y: torch.Tensor | ExpertParts
+    if top_k:
+        y = draw_parts(draw, tokens, hidden, top_k=top_k, padding=padding)
+    else:
+        y = torch.randn(total, hidden, generator=draw, device=device).to(y_dtype)
     sequence = None
     if padding:
         sequence = torch.arange(total, device=device).to(torch.int32)
         sequence[tokens:] = -1
         streams[tokens:] = math.nan
-        y[tokens:] = math.nan
+        (y.add if isinstance(y, ExpertParts) else y)[tokens:] = math.nan
     sizes = {"n": n, "hidden": hidden, "iters": iters, "sharp": sharp, "device": device}
     first, second = make_mixer(seed + 1, **sizes), make_mixer(seed + 2, head=head, **sizes)
     return Case(streams.expand(-1, n, -1) if expanded else streams, y, first, second, sequence)
@@ -159,6 +168,21 @@ def spread_alone_fault(case: Case) -> str:
     begun = case.begin()
     whole = spread_and_mix(case.y, begun, case.second, sequence=case.sequence)
     return "" if torch.equal(spread(case.y, begun, sequence=case.sequence), whole.streams) else "bits differ"
+
+
+def summed_fault(case: Case, **options) -> str:
+    """Return whether rows of experts, added up by a launch of their own, lead to other bits, "" if not."""
+    begun = case.begin(**options)
+    results = [
+        spread_and_mix(y, begun, case.second, sequence=case.sequence, **options) for y in (case.y, add_up(case.y))
+    ]
+    for name in ("x", "streams", "carry"):
+        one, other = (getattr(result, name) for result in results)
+        if name == "carry" and one is not None:
+            one, other = (carry[:, :, : begun.streams.shape[1]] for carry in (one, other))
+        if one is not None and not torch.equal(one, other):
+            return f"other bits in {name} once rows are added up by a launch of their own"
+    return ""
 
 
 def make_tiles(warps: int, finish_warps: int, *, spans: int = 1) -> tuple[Tile, Tile]:

@@ -1,5 +1,6 @@
 """Both launches of a hyper-connection against their formula; what the wrappers allocate is NaN to begin with."""
 
+import dataclasses
 import importlib.util
 import math
 import sys
@@ -113,6 +114,22 @@ def test_a_value_that_is_not_finite_makes_its_token_nan_and_no_other(value):
     assert bool(after.x[1].isnan().all())
     assert torch.equal(after.x[::2], before.x[::2])
     assert torch.equal(after.streams[::2], before.streams[::2])
+
+
+def test_rows_of_experts_are_added_up():
+    assert make_case(3, n=2, top_k=3, padding=2, iters=1).fault() == ""
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+def test_rows_of_experts_added_up_by_a_launch_of_their_own_lead_to_the_same_bits(spans):
+    case = make_case(2, n=2, top_k=3, iters=1)
+    assert cases.summed_fault(case, tiles=cases.make_tiles(1, 1, spans=spans)) == ""
+
+
+def test_there_may_be_nothing_to_add_to_rows_of_experts():
+    case = make_case(2, n=2, top_k=2, iters=1)
+    case.y = dataclasses.replace(case.y, add=None)
+    assert cases.spread_fault(decode.spread(case.y, case.begin()), case.y, case.begin(), None) == ""
 
 
 def test_the_spread_alone_has_the_bits_of_both():

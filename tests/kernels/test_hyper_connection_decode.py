@@ -65,6 +65,17 @@ def test_padding_becomes_zeros_whatever_its_rows_hold():
     assert bool((got.x[2:] == 0).all())
 
 
+def test_rows_of_experts_are_added_up():
+    case = make_case(5, top_k=3, padding=2)
+    assert case.fault() == ""
+    assert cases.summed_fault(case) == ""
+
+
+def test_rows_of_experts_for_other_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"y \(3, 64\): wanted contiguous floats \(2, 64\), or rows of experts"):
+        spread_and_mix(make_case(3, top_k=2).y, make_case(2).begin(), make_case(2).second)
+
+
 def test_the_spread_alone_has_the_bits_of_both():
     assert cases.spread_alone_fault(make_case(3)) == ""
 
