@@ -74,8 +74,8 @@ class DecodeWorker:
             max_model_len=plan.max_model_len,
             eos_token_ids=eos_token_ids,
             steps_ahead=1,
-            # Where a test holds or strikes a sequence, nothing further of it must be under way.
-            waits_for_token=lambda sequence: self.seams.is_armed("decode_step", sequence.request_id),
+            # Where a test holds or strikes a sequence, or the step that it runs in, nothing further must be under way.
+            keeps_step=lambda sequence: self.seams.is_armed("decode_step", sequence.request_id),
         )
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[SequenceOutput] = []

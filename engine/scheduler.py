@@ -70,16 +70,16 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         steps_ahead: int = 0,
-        waits_for_token: Callable[[Sequence], bool] = lambda sequence: False,
+        keeps_step: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
         """steps_ahead: how many steps may be planned behind one whose result is not known, 0 or 1.
 
-        waits_for_token: whether a sequence must not go on before its token is known, for the caller's own reasons.
+        keeps_step: whether nothing is planned ahead while this sequence runs, for the caller's own reasons.
         """
         self._blocks, self._block_tokens = blocks, block_tokens
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
-        self._steps_ahead, self._waits_for_token = steps_ahead, waits_for_token
+        self._steps_ahead, self._keeps_step = steps_ahead, keeps_step
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: dict[int, Sequence] = {}
         self._parked: set[int] = set()
@@ -145,10 +145,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if the ranks need not be told anything, or nothing before a commit."""
-        if self._num_under_way > self._steps_ahead:
-            return None
-        # If nobody goes on, the step under way is waited for: others would run in turns with its sequences for ever.
-        if self._num_under_way and not any(self._goes_on(sequence) for sequence in self.running.values()):
+        if self._num_under_way and not self._may_plan_ahead():
             return None
         starts, steps = [], []
         budget = self._max_num_batched_tokens
@@ -258,6 +255,15 @@ class Scheduler:
         reason = sequence.append(token_id, eos_token_ids=self._eos_token_ids, max_model_len=self._max_model_len)
         return Progress(sequence, token_id, reason, logprobs=sampled.logprobs.get(sequence.seq))
 
+    def _may_plan_ahead(self) -> bool:
+        # If nobody goes on, the step under way is waited for: others would run in turns with its sequences for ever.
+        sequences = self.running.values()
+        return (
+            self._num_under_way <= self._steps_ahead
+            and any(self._goes_on(sequence) for sequence in sequences)
+            and not any(self._keeps_step(sequence) for sequence in sequences)
+        )
+
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence that a step has under way can run the token which that step samples.
 
@@ -273,7 +279,6 @@ class Scheduler:
             and sampling.guide is None
             and len(sampling.forced_token_ids) <= sequence.num_outputs < sampling.max_tokens - 1
             and len(sequence.token_ids) < self._max_model_len - 1
-            and not self._waits_for_token(sequence)
         )
 
     def _step_ahead(self, sequence: Sequence) -> SequenceStep:

@@ -11,6 +11,7 @@ from decode_worker.worker import DecodeWorker
 from engine import errors
 from engine.config import EngineConfig
 from engine.plan import Arrived, LeaderMessage, PumpHint, StepPlan, StepResult
+from engine.seams import Fault
 from kv_transfer.landing import Landing, Notification, encode
 from kv_transfer.layout import KVLayout, make_group
 from kv_transfer.locality import host_id
@@ -138,6 +139,86 @@ def test_abort_under_way_holds_blocks_until_the_step_is_over() -> None:
     bench.commit(plan)
     assert bench.worker.take_outputs() == []
     assert bench.is_all_free()
+
+
+def two_under_way(bench: Bench, *names: str, **sampling: object) -> tuple[StepPlan, StepPlan]:
+    for name in names:
+        bench.arrive(bench.reserve(name, **sampling))  # type: ignore[arg-type]
+    plans = bench.worker.schedule(), bench.worker.schedule()
+    assert plans[0] is not None and plans[1] is not None
+    assert {step.seq for step in plans[0].steps} == {step.seq for step in plans[1].steps}
+    return plans[0], plans[1]
+
+
+def test_end_is_told_at_once_and_the_step_under_way_holds_its_blocks_and_says_nothing() -> None:
+    bench = Bench()
+    first, second = two_under_way(bench, "a")
+    bench.commit(first, token=1)
+    assert [(o.index, o.token_ids, o.finish_reason) for o in bench.worker.take_outputs()] == [(1, [1], "stop")]
+    assert (bench.worker.stats().free_slots, bench.worker.is_idle) == (SLOTS - 1, False)
+    assert bench.worker.stats().free_blocks < BLOCKS
+    bench.commit(second, token=9)
+    assert bench.worker.take_outputs() == []
+    assert bench.is_all_free() and bench.worker.stats().wasted_steps == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "router_lost", "ranks_lost"])
+def test_whoever_ends_a_request_its_blocks_are_held_while_two_steps_are_under_way(how: str) -> None:
+    bench = Bench()
+    first, second = two_under_way(bench, "a")
+    match how:
+        case "abort":
+            bench.worker.abort(AbortRequest(request_id="a"))
+        case "router_lost":
+            bench.worker.router_lost("")
+        case "ranks_lost":
+            bench.worker.abort_all("shutting down")
+    bench.worker.take_outputs()
+    for plan in (first, second):
+        assert bench.worker.stats().free_blocks < BLOCKS and not bench.worker.is_idle
+        bench.commit(plan)
+    assert bench.worker.take_outputs() == []
+    assert bench.is_all_free()
+
+
+def test_failure_is_told_once_although_the_step_ahead_fails_too() -> None:
+    bench = Bench()
+    for plan in two_under_way(bench, "a"):
+        failed = [(plan.steps[0].seq, "NaN in logits")]
+        bench.worker.commit(plan, StepResult(rank=0, number=plan.number, failed=failed))
+    [output] = bench.worker.take_outputs()
+    assert output.error is not None and "NaN in logits" in output.error.message
+    assert bench.is_all_free()
+
+
+def test_sequence_that_a_test_strikes_is_held_exactly_there_and_the_others_go_on() -> None:
+    bench = Bench()
+    bench.worker.seams.arm(Fault(point="decode_step", request="held", n=2))
+    for name in ("held", "free"):
+        bench.arrive(bench.reserve(name, max_tokens=30))
+    outputs = []
+    for _ in range(9):
+        plans = [plan for plan in (bench.worker.schedule(), bench.worker.schedule()) if plan is not None]
+        for plan in plans:
+            bench.commit(plan)
+        outputs += bench.worker.take_outputs()
+    assert [o.index for o in outputs if o.request_id == "held"] == [1, 2]
+    assert len([o for o in outputs if o.request_id == "free"]) > 9
+    assert bench.worker.seams.release() == 1
+    assert "held" in {o.request_id for o in bench.run(2)}
+
+
+def test_memory_that_a_test_takes_away_fails_the_step_after_the_one_it_names() -> None:
+    bench = Bench()
+    bench.worker.seams.arm(Fault(point="decode_step", request="a", n=1, action="exhaust", at=77))
+    for name in ("a", "b"):
+        bench.arrive(bench.reserve(name, max_tokens=30))
+    first = bench.worker.schedule()
+    assert first is not None and bench.worker.schedule() is None
+    bench.commit(first)
+    second, third = bench.worker.schedule(), bench.worker.schedule()
+    assert second is not None and third is not None
+    assert [(plan.exhaust, len(plan.steps)) for plan in (first, second, third)] == [(0, 2), (77, 2), (0, 2)]
 
 
 def test_transfer_deadline_is_told_to_the_router() -> None:

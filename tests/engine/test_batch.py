@@ -6,7 +6,7 @@ import pytest
 
 from engine.batch import PlanError, RunningSequences
 from engine.grammar import Grammars
-from engine.plan import SequenceStart, SequenceStep
+from engine.plan import PREVIOUS, SequenceStart, SequenceStep
 from router.protocol import SamplingParams
 
 
@@ -49,6 +49,35 @@ def test_blocks_and_length_carry_over_to_the_next_step(running):
     batch = running.pack([step(1, 8, 1, new=[2])], "cpu")
     assert batch.ragged.block_table.tolist() == [[6, 2]]
     assert running[1].length == 9
+
+
+def ahead(seq, begin, *, new=()):
+    return SequenceStep(seq=seq, start=begin, token_ids=[PREVIOUS], new_block_ids=list(new), sample=True)
+
+
+def test_a_step_ahead_runs_the_token_that_was_drawn_last(running):
+    running.start(start(1, block_ids=[6]))
+    first = [step(1, 0, 4, sample=True)]
+    running.pack(first, "cpu")
+    running.note(first, {1: 77}, {})
+    batch = running.pack([ahead(1, 4)], "cpu")
+    assert (batch.token_ids.tolist(), batch.ragged.spans) == ([77], ((4, 1),))
+
+
+def test_a_step_ahead_of_a_step_that_drew_nothing_is_refused(running):
+    running.start(start(1, block_ids=[6]))
+    first = [step(1, 0, 4)]
+    running.pack(first, "cpu")
+    running.note(first, {}, {})
+    with pytest.raises(PlanError, match="step before, which has drawn none"):
+        running.pack([ahead(1, 4)], "cpu")
+
+
+def test_what_failed_is_the_problem_of_the_step_ahead_alone(running):
+    running.start(start(1, block_ids=[6]))
+    running.note([step(1, 0, 4)], {}, {1: "NaN"})
+    assert running.problem_of(ahead(1, 4)) == "NaN"
+    assert running.problem_of(step(1, 0, 4)) == ""
 
 
 def test_a_sequence_that_arrived_from_prefill_begins_anywhere(running):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.allocator_fault import AllocatorFault, is_out_of_memory
-from engine.plan import NO_MEMORY, SequenceStart, SequenceStep, StepPlan
+from engine.plan import NO_MEMORY, PREVIOUS, SequenceStart, SequenceStep, StepPlan
 from router.protocol import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=999, temperature=0.0, presence_penalty=0.5)
@@ -122,6 +122,22 @@ def test_step_shrinks_until_it_fits(bench, monkeypatch):
     assert sizes == [4, 3, 2]
     assert [seq for seq, _ in tokens] == [1, 2]
     assert failed == [(4, NO_MEMORY), (3, NO_MEMORY)]
+
+
+def test_step_ahead_of_one_without_memory_has_not_happened_and_keeps_its_new_blocks(bench, monkeypatch):
+    """The step that fills its block has no memory, and the one ahead of it needs another block."""
+    bench.run([bench.step(2, LENGTHS[2], 63)])
+    wanted = bench.pools()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.runner._model, "forward", lambda *_: torch.empty(1 << 50))
+        assert bench.run([bench.step(2, 127, 1)]) == ([], [(2, NO_MEMORY)])
+    ahead = SequenceStep(seq=2, start=128, token_ids=[PREVIOUS], new_block_ids=[5], sample=True)
+    assert bench.run([ahead]) == ([], [(2, NO_MEMORY)])
+    assert all(torch.equal(pool, wanted[name]) for name, pool in bench.pools().items())
+    assert bench.runner.sequences[2].block_ids == [4, 5]
+    for start in (127, 128):  # as the leader sends them again
+        ((_, token),), failed = bench.run([bench.step(2, start, 1)])
+        assert not failed and token >= 0
 
 
 def test_nothing_fits_is_said_of_all(bench, monkeypatch):

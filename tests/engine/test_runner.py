@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.batch import PlanError
-from engine.plan import SequenceBranch, SequenceStart, SequenceStep, StepPlan
+from engine.plan import PREVIOUS, SequenceBranch, SequenceStart, SequenceStep, StepPlan
 from router.protocol import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -142,6 +142,36 @@ def test_sampled_tokens_enter_the_penalty_counts(runner):
         tokens, *_ = runner.run(StepPlan(number=2 + i, steps=[step(1, 4 + i, [tokens[0][1]])]))
         assert tokens[0][1] not in seen
         seen.add(tokens[0][1])
+
+
+def test_a_step_ahead_computes_what_the_step_with_its_token_computes(runner):
+    """Both in a batch with a prompt; penalties count the token before anybody has named it."""
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=3, presence_penalty=1.5)
+    seen = []
+    runner.on_logits = lambda seq, position, logits: seen.append((seq % 10, position, logits.clone()))
+    for number, is_ahead in ((10, False), (20, True)):
+        first = StepPlan(number=number, starts=[start(number, sampling=params)], steps=[step(number, 0, [5, 6, 7])])
+        tickets = [runner.launch(first)]
+        (token,) = (token for _, token in tickets[0].outcome.tokens)
+        for n in range(3):
+            steps = [step(number, 3 + n, [PREVIOUS if is_ahead else token])]
+            starts = [start(number + 1, slot=1, blocks=(1,))] if n == 0 else []
+            if starts:
+                steps.append(step(number + 1, 0, [9, 8]))
+            tickets.append(runner.launch(StepPlan(number=number + 1 + n, starts=starts, steps=steps)))
+            token = tickets[-1].outcome.tokens[0][1]
+        tokens = [runner.collect(ticket).tokens[0][1] for ticket in tickets]
+        seen.append(("tokens", 0, torch.tensor(tokens)))
+        runner.run(StepPlan(number=number + 5, ends=[number, number + 1]))
+    half = len(seen) // 2
+    assert [row[:2] for row in seen[:half]] == [row[:2] for row in seen[half:]]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(seen[:half], seen[half:], strict=True))
+
+
+def test_a_step_ahead_of_one_that_failed_fails_for_its_reason(runner):
+    bad = StepPlan(number=1, starts=[start(1)], steps=[step(1, 0, [5, 384])])
+    (failure,) = runner.run(bad).failed
+    assert runner.run(StepPlan(number=2, steps=[step(1, 2, [PREVIOUS])])) == ([], [failure], ())
 
 
 def test_plans_out_of_step_stop_the_rank(runner):

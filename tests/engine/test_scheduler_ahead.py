@@ -19,7 +19,7 @@ BLOCK, EOS, MAX_LEN = 8, 1, 60
 
 
 class Bench:
-    """Sequences as decode has them: every token but the last is computed. `held`: names that wait for their token."""
+    """Sequences as decode has them: every token but the last is computed. `held`: names that keep everybody's steps."""
 
     def __init__(self, *, steps_ahead: int = 1, num_blocks: int = 64, seqs: int = 4) -> None:
         self.blocks, self.slots = BlockAllocator(num_blocks), SlotAllocator(2 * seqs)
@@ -32,7 +32,7 @@ class Bench:
             max_model_len=MAX_LEN,
             eos_token_ids=frozenset({EOS}),
             steps_ahead=steps_ahead,
-            waits_for_token=lambda sequence: sequence.request_id in self.held,
+            keeps_step=lambda sequence: sequence.request_id in self.held,
         )
 
     def sequence(self, seq: int, length: int = 4, **sampling: object) -> Sequence:
@@ -119,17 +119,26 @@ def test_step_ahead_takes_the_block_that_its_token_needs_out_of_the_promise() ->
         {"forced_token_ids": (7, 8)},
         {"max_tokens": 2},
         {"length": MAX_LEN - 1},
-        {"held": True},
     ],
-    ids=["guided", "forced", "last_by_max_tokens", "last_by_max_model_len", "held"],
+    ids=["guided", "forced", "last_by_max_tokens", "last_by_max_model_len"],
 )
 def test_sequence_whose_token_decides_more_waits_for_it(case: dict[str, object]) -> None:
     bench = Bench()
-    case = dict(case)
-    bench.held = {"r1"} if case.pop("held", False) else set()
     bench.add(1, **case)  # type: ignore[arg-type]
     bench.plan()
     assert bench.scheduler.schedule() is None
+
+
+def test_nobody_goes_on_beside_a_sequence_that_keeps_the_step() -> None:
+    bench = Bench()
+    bench.held = {"r1"}
+    bench.add(1)
+    bench.add(2)
+    first = bench.plan()
+    assert bench.scheduler.schedule() is None
+    bench.held.clear()
+    assert [token_ids for _, _, token_ids in steps(bench.plan())] == [[PREVIOUS]] * 2
+    bench.commit(first)
 
 
 def test_sequence_goes_on_where_its_forced_tokens_and_limits_allow_just_one_more() -> None:
