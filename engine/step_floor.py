@@ -64,9 +64,7 @@ class Part:
 class StepFloor:
     """The floor of one rank's decode steps. shards: ranks of the group; num_layers: of those of the model, 0 for all."""
 
-    def __init__(
-        self, model: DeepSeekV4Config, formats: Formats, *, shards: int = 1, num_layers: int = 0
-    ) -> None:
+    def __init__(self, model: DeepSeekV4Config, formats: Formats, *, shards: int = 1, num_layers: int = 0) -> None:
         """Raises ValueError for a number of layers or ranks that is no such number."""
         if not 0 <= num_layers <= model.num_hidden_layers:
             raise ValueError(f"num_layers {num_layers}: the model has {model.num_hidden_layers}; 0 takes all")
@@ -124,9 +122,7 @@ class StepFloor:
     def _indexer(self, batch: float, context: float) -> Part:
         m, calls = self.model, self._layers(CSA_RATIO)
         keys = calls * batch * (context // CSA_RATIO)
-        return Part(
-            "indexer", calls, keys * self.formats.index_row, keys * m.index_n_heads * m.index_head_dim * 2
-        )
+        return Part("indexer", calls, keys * self.formats.index_row, keys * m.index_n_heads * m.index_head_dim * 2)
 
     def _attention(self, batch: float, context: float) -> Part:
         m, layers = self.model, len(self._ratios)
