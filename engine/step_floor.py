@@ -163,13 +163,13 @@ class StepFloor:
 def formats_of(model: DeepSeekV4, layout: KVLayout) -> Formats:
     """Return the formats of a loaded model and its cache."""
     layer = model.layers[0]
+    compressors = [x.attention.compressor for x in model.layers if x.attention.compressor is not None]
     stack, gate = layer.experts.w13, layer.experts.narrow_gate
     rows = {r.name: r.value_bytes + r.scale_bytes for group in layout.groups for r in group.regions}
     packed = getattr(stack, "format", "")
-    compressed = next((x.attention.compressor for x in model.layers if x.attention.compressor is not None), None)
     return Formats(
         linear=layer.attention.out_up.parts[0][0].element_size(),
-        compressor=2.0,
+        compressor=compressors[0].weight.element_size() if compressors else 0,
         gate=(layer.experts.gate if gate is None else gate).element_size(),
         mixer=layer.attention_mix.fn.element_size(),
         head=model.head.element_size(),
