@@ -52,7 +52,7 @@ class SteadyBatch:
     ) -> None:
         """Raises ValueError for what the runner's cache or the model has no room for."""
         cache, longest = runner.cache, runner.model_config.max_position_embeddings
-        blocks = blocks_for(runner, context)
+        blocks = blocks_for(cache.layout.block_tokens, context)
         if batch * blocks > cache.num_blocks or batch > cache.num_slots:
             raise ValueError(
                 f"batch {batch} at context {context}: needs {batch * blocks} blocks and {batch} slots, the cache has "
@@ -123,6 +123,6 @@ class SteadyBatch:
             )
 
 
-def blocks_for(runner: ModelRunner, context: int) -> int:
-    """Return how many blocks a sequence of a SteadyBatch holds."""
-    return runner.cache.layout.num_blocks_for(context + SPAN)
+def blocks_for(block_tokens: int, context: int) -> int:
+    """Return how many blocks of so many tokens a sequence of a SteadyBatch holds."""
+    return -(-(context + SPAN) // block_tokens)
