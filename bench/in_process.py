@@ -1,4 +1,4 @@
-"""InProcessEngine: one rank's model and cache in this process, without leader and HTTP, for `bench step` and `profile`."""
+"""InProcessEngine: one rank in this process, without leader and HTTP, for `bench step` and `profile`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ import msgspec
 import torch
 
 from engine import numa
-from engine.config import EngineConfig
 from engine.flags import ConfigError, add_engine_flags, engine_config
-from engine.model.config import load_config
-from engine.model.shard import Shard
 from engine.runner import ModelRunner
-from engine.steady_batch import SteadyBatch, blocks_for
-from engine.step_floor import StepFloor, formats_of
+from engine.steady_batch import SPAN, SteadyBatch, blocks_for
+from engine.step_profiler import floor_of
 from kernels.bench import current_commit
 from kernels.gpu_timer import Device, describe, warm_clocks
 
 # what a leader, a cluster or a network would need; the rest is made from --batch and --context
 _WITHOUT = (
-    "served_model_name", "num_blocks", "kv_cache_memory_gib", "gpu_memory_gib", "pool_poison", "max_num_batched_tokens",
-    "max_num_seqs", "max_model_len", "landings_ahead", "waiting_ahead", "ranks", "transport", "host", "port", "worker_id",
-    "landing_timeout_s", "transfer_timeout_s", "kv_checksum", "allow_tcp", "drain_timeout_s", "test_seams", "logits_log",
+    "served_model_name", "num_blocks", "kv_cache_memory_gib", "gpu_memory_gib", "pool_poison",
+    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "landings_ahead", "waiting_ahead", "ranks", "transport",
+    "host", "port", "worker_id", "landing_timeout_s", "transfer_timeout_s", "kv_checksum", "allow_tcp",
+    "drain_timeout_s", "test_seams", "logits_log",
 )  # fmt: skip
 
 
@@ -61,22 +59,20 @@ class InProcessEngine:
         """args: with what `add_flags` has added. Raises ConfigError, WeightsError, ValueError."""
         config = engine_config(args, role="decode", yaml_section=None, environ=os.environ)
         num_blocks = max(batches) * blocks_for(config.block_size, max(contexts))
-        config = msgspec.structs.replace(config, max_num_seqs=max(batches), num_blocks=num_blocks)
+        config = msgspec.structs.replace(
+            config, max_num_seqs=max(batches), num_blocks=num_blocks, max_model_len=max(contexts) + SPAN
+        )
         numa.bind(node=config.numa_node, cpus=config.cpus)
         torch.set_num_threads(config.threads)
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch finds no GPU here; use --device cpu, with a small model")
         self.config = config
         self.runner = ModelRunner(config, num_blocks=num_blocks, num_slots=max(batches))
+        self.runner.times = True
         self.runner.load(say)
-        self.runner.cache.fill_random(0)
+        self.runner.capture(say)
         self.device = describe(self.runner.device) if self.is_gpu else _describe_cpu()
-        self.floor = StepFloor(
-            load_config(config.model),
-            formats_of(self.runner.model, self.runner.cache.layout),
-            shards=Shard.parse(config.simulate_rank).count,
-            num_layers=config.num_layers,
-        )
+        self.floor = floor_of(self.runner)
         self._numbers = itertools.count(1)
         if self.is_gpu:
             warm_clocks(self.runner.device)
@@ -112,7 +108,7 @@ class InProcessEngine:
             "model": msgspec.to_builtins(self.floor.model),
             "formats": {name: getattr(self.floor.formats, name) for name in self.floor.formats.__slots__},
             "shard": config.simulate_rank or "0/1",
-            "layers": config.num_layers or self.floor.model.num_hidden_layers,
+            "layers": self.floor.model.num_hidden_layers,
             "config": msgspec.to_builtins(config),
         }
 

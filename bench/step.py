@@ -20,7 +20,7 @@ from bench.report import number, step_law_lines, write_json
 from bench.step_law import Experts, Point, StepLaw
 from bench.step_plot import draw, require_matplotlib
 from engine.flags import parse_flags
-from engine.steady_batch import SteadyBatch, Step
+from engine.steady_batch import SteadyBatch, Step, StepFailed
 
 WARM_STEPS = 20
 WIDTH = 140  # of a table that goes to a file
@@ -47,7 +47,7 @@ A synthetic model needs its folder's config.json only. The form a + c U(N) + d N
 
 
 def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
-    """Run the benchmark: 0 well, 2 wrong usage. Raises ConfigError and what loading a model raises."""
+    """Run the benchmark: 0 well, 1 a sequence failed, 2 wrong usage. Raises ConfigError."""
     parser = _parser(prog)
     args = parse_flags(parser, argv)
     if args.png:
@@ -57,6 +57,9 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
     else:
         try:
             report = measure(args, Progress(quiet=args.quiet))
+        except StepFailed as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            return 1
         except ValueError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             return 2
@@ -143,8 +146,8 @@ def show(report: dict[str, Any]) -> None:
     ceilings = conditions["ceilings"]
     console.print(
         f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
-        f"{conditions['layers']} layers; floor at {ceilings['bytes_per_s'] / 1e12:.2f} TB/s and "
-        f"{ceilings['flops_per_s'] / 1e12:.0f} TFLOP/s ({ceilings['source']})",
+        f"{conditions['layers']} layers; floor at {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s and "
+        f"{ceilings['flops_per_s'] / 1e12:,.3g} TFLOP/s ({ceilings['source']})",
         markup=False,
     )
     table = Table("batch", "context", box=None, header_style="bold")
@@ -157,7 +160,7 @@ def show(report: dict[str, Any]) -> None:
             f"{run['batch']}",
             f"{run['context']:,}",
             *(number(run[name], 3) for name in ("step_ms", "p10_ms", "p90_ms", "device_ms")),
-            "–" if run["gap"] is None else f"{run['gap']:.1%}",
+            number(None) if run["gap"] is None else f"{run['gap']:.1%}",
             number(run["tokens_per_s"], 0),
             number(run["floor_ms"], 3),
             number(run["over_floor"], 2),

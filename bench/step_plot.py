@@ -1,4 +1,4 @@
-"""The plot of `isthmus bench step`: step time over batch, measured, at its floor, by both fits, and by a stock server."""
+"""The plot of `isthmus bench step`: step time over batch, measured, at its floor, by both fits, by a stock server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def require_matplotlib() -> None:
     """Raises ConfigError if plots can't be drawn here."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--png: matplotlib is not installed; pip install 'isthmus[plot]' (pip install matplotlib), or write --json here and "
-            "draw it elsewhere with --from FILE --png FILE"
+            "--png: matplotlib is not installed; pip install -e '.[plot]', or write --json here and draw it elsewhere "
+            "with --from FILE --png FILE"
         )
 
 
@@ -36,9 +36,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         runs = [run for run in report["runs"] if run["context"] == int(context)]
         x, color, name = [run["batch"] for run in runs], f"C{at}", f"{int(context):,} tokens"
         spread = [[run["step_ms"] - run["p10_ms"] for run in runs], [run["p90_ms"] - run["step_ms"] for run in runs]]
-        axes.errorbar(
-            x, [run["step_ms"] for run in runs], yerr=spread, fmt="o", color=color, label=f"{name}, measured"
-        )
+        axes.errorbar(x, [run["step_ms"] for run in runs], yerr=spread, fmt="o", color=color, label=f"{name}, measured")
         axes.plot(x, [run["floor_ms"] for run in runs], "--", color=color, label=f"{name}, floor")
         if law["a_ms"] is None:
             continue

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.kernel_parts import LAST_OF_STEP, PARTS, parts_of
+from engine.kernel_parts import FIRST_OF_STEP, LAST_OF_STEP, parts_of
 from engine.step_floor import Ceilings, Part
 
 IDLE_INSIDE = "device idle inside a step"
@@ -44,7 +44,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A part of the step. kernels: calls a step by kernel.   us: of a step.   floor_us: None where there is no floor."""
+    """A part of the step. kernels: calls a step by name.   us: of a step.   floor_us: None where there is no floor."""
 
     part: str
     kernels: dict[str, float]
@@ -102,7 +102,7 @@ class KernelBill:
 
 
 def read_trace(path: Path) -> Trace:
-    """Return the launches of a Chrome trace: those of the device, or the operations of the busiest thread if it has none.
+    """Return the launches of a Chrome trace: those of the device, else the operations of the busiest thread.
 
     Raises ValueError for a file that is no trace, or holds neither.
     """
@@ -132,7 +132,7 @@ def read_trace(path: Path) -> Trace:
 def make_bill(trace: Trace, *, steps: int, floor: Sequence[Part] = (), device: Ceilings | None = None) -> KernelBill:
     """Return the bill of a trace.
 
-    steps: in the trace, where its kernels do not tell. On a device a step ends with sampling's last kernel; what lies
+    steps: in the trace, where its kernels do not tell. On a device a step ends with a kernel of its own; what lies
     before the first end and behind the last one is no whole step and is left out.
     floor: of the mean step, see StepFloor.parts.   device: whose ceilings; None: no floor is shown.
     """
@@ -143,9 +143,8 @@ def make_bill(trace: Trace, *, steps: int, floor: Sequence[Part] = (), device: C
         launches = launches[ends[0] + 1 : ends[-1] + 1]
     if trace.is_device:
         parts, (own, idle) = parts_of([launch.name for launch in launches]), _by_oldest(launches, begin)
-        between = _between_steps(parts, idle)
-        lost = {IDLE_BETWEEN: sum(idle[at] for at in between), IDLE_INSIDE: sum(idle)}
-        lost[IDLE_INSIDE] -= lost[IDLE_BETWEEN]
+        between = _between_steps(launches, idle, is_between=len(ends) > 1)
+        lost = {IDLE_BETWEEN: between, IDLE_INSIDE: sum(idle) - between}
     else:
         parts, (own, outside) = [launch.name for launch in launches], _by_innermost(launches)
         lost = {OUTSIDE: outside}
@@ -189,19 +188,13 @@ def _by_innermost(launches: Sequence[Launch]) -> tuple[list[float], float]:
     return [max(0.0, length) for length in own], outside
 
 
-def _between_steps(parts: Sequence[str], idle: Sequence[float]) -> list[int]:
-    """Return before which launches the device waited for the next step.
+def _between_steps(launches: Sequence[Launch], idle: Sequence[float], *, is_between: bool) -> float:
+    """Return how long nothing ran between a step's last kernel and the next one's first.
 
-    Tokens are copied behind a step and prepared before the next one: the longest gap from sampling to the first part
-    that the table knows is the one between two steps.
+    is_between: the launches begin there.
     """
-    found, first = [], 0
-    for at, part in enumerate(parts):
-        if part not in PARTS:
-            continue
-        if at >= first >= 0 and part != "sampling":
-            found.append(max(range(first, at + 1), key=lambda i: idle[i]))
-            first = -1
-        if part == "sampling":
-            first = at + 1
-    return found
+    total = 0.0
+    for launch, length in zip(launches, idle, strict=True):
+        total += length if is_between else 0.0
+        is_between = launch.name == LAST_OF_STEP or (is_between and launch.name != FIRST_OF_STEP)
+    return total

@@ -19,9 +19,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gate": ("gate_kernel", "route_kernel"),
     "routed experts": ("up_kernel", "down_kernel", "sum_kernel"),
     "sampling": ("scan_kernel", "weigh_kernel", "choose_kernel"),
+    "begin and end": ("begin_step_kernel", "end_step_kernel"),
 }
 PRODUCTS = ("few_kernel", "many_kernel", "held_kernel", "quantize_kernel", "norm_kernel")
-LAST_OF_STEP = "choose_kernel"
+FIRST_OF_STEP, LAST_OF_STEP = PARTS["begin and end"]
 
 _PART_OF = {kernel: part for part, kernels in PARTS.items() for kernel in kernels}
 _ATTENTION = ("cache write", "indexer", "attention")

@@ -1,7 +1,7 @@
 """Profiles: the leader's side of POST /profile, which asks rank 0 for a kernel bill of its next steps.
 
-    POST /profile {"steps": 20, "timeout_s": 60}   ->   200 and the report of engine.step_profiler, JSON
-                                                        400 a wrong request, 409 one is under way, 504 too few steps ran
+POST /profile {"steps": 20, "timeout_s": 60}   ->   200 and the report of engine.step_profiler, JSON
+                                                    400 a wrong request, 409 one is under way, 504 too few steps ran
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def profile_route(loop: EngineLoop[Any]) -> Route:
                 wanted.timeout_s,
                 lambda: loop.call(
                     lambda _: loop.profiles.give_up(
-                        f"fewer than {wanted.steps} steps in {wanted.timeout_s:g} s; profile while requests run", of=report
+                        f"fewer than {wanted.steps} steps in {wanted.timeout_s:g} s; profile while requests run",
+                        of=report,
                     )
                 ),
             )

@@ -59,7 +59,9 @@ class SteadyBatch:
                 f"{cache.num_blocks} and {cache.num_slots}; lower one of the two"
             )
         if context + SPAN > longest:
-            raise ValueError(f"context {context}: the model ends at {longest} tokens, {SPAN} of them to grow by; lower it")
+            raise ValueError(
+                f"context {context}: the model ends at {longest} tokens, {SPAN} of them to grow by; lower it"
+            )
         self.batch, self.context = batch, context
         self._runner, self._numbers, self._clock = runner, numbers, clock
         self._random = random.Random(seed)
@@ -102,9 +104,7 @@ class SteadyBatch:
                 starts.append(self._start(at))
                 tokens = [self._random.randrange(self._runner.model_config.vocab_size)]
             steps.append(
-                SequenceStep(
-                    seq=self._seqs[at], start=self._at[at], token_ids=tokens, new_block_ids=[], sample=True
-                )
+                SequenceStep(seq=self._seqs[at], start=self._at[at], token_ids=tokens, new_block_ids=[], sample=True)
             )
             self._at[at] += 1
         self._number += 1
@@ -119,7 +119,8 @@ class SteadyBatch:
         failed = self._runner.collect(ticket).failed
         if failed:
             raise StepFailed(
-                f"batch {self.batch} at context {self.context}: {len(failed)} sequences failed; the first: {failed[0][1]}"
+                f"batch {self.batch} at context {self.context}: {len(failed)} sequences failed, the first because "
+                f"{failed[0][1]}"
             )
 
 

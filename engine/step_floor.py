@@ -35,7 +35,7 @@ class Ceilings(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Bytes of an element of each kind of weight, and of a cached row. The defaults are those of a served checkpoint."""
+    """Bytes of an element of each kind of weight, and of a cached row; by default those of an NVFP4 checkpoint."""
 
     linear: float = 1.0
     compressor: float = 2.0
@@ -62,16 +62,14 @@ class Part:
 
 
 class StepFloor:
-    """The floor of one rank's decode steps. shards: ranks of the group; num_layers: of those of the model, 0 for all."""
+    """The floor of a rank's decode steps. model: whole in width, the layers that run.   shards: ranks of the group."""
 
-    def __init__(self, model: DeepSeekV4Config, formats: Formats, *, shards: int = 1, num_layers: int = 0) -> None:
-        """Raises ValueError for a number of layers or ranks that is no such number."""
-        if not 0 <= num_layers <= model.num_hidden_layers:
-            raise ValueError(f"num_layers {num_layers}: the model has {model.num_hidden_layers}; 0 takes all")
+    def __init__(self, model: DeepSeekV4Config, formats: Formats, *, shards: int = 1) -> None:
+        """Raises ValueError for a group without ranks."""
         if shards < 1:
             raise ValueError(f"shards {shards}: a group has at least one rank")
         self.model, self.formats, self.shards = model, formats, shards
-        self._ratios = model.compress_ratios[: num_layers or model.num_hidden_layers]
+        self._ratios = model.compress_ratios
 
     def distinct_experts(self, tokens: float) -> float:
         """Return how many experts of a layer `tokens` tokens take on average, if each chooses at random."""

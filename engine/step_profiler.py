@@ -16,9 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.kernel_bill import KernelBill, Trace, make_bill, read_trace
-from engine.model.config import load_config
 from engine.model.shard import Shard
 from engine.plan import Profile, Profiled, StepPlan
+from engine.served_model import served_model
 from engine.step_floor import StepFloor, formats_of
 from kernels.gpu_timer import Device, describe
 
@@ -60,7 +60,7 @@ class RankProfile:
         self._runner, self._request, self._path = runner, request, path
         self._profiler: StepProfiler | None = None
         self._begun = 0.0
-        self._steps = self._tokens = self._rows = self._positions = 0
+        self._plans = self._results = self._tokens = self._rows = self._positions = 0
 
     def on_plan(self, plan: StepPlan) -> None:
         """Hear of a plan before it is launched; the profile begins with the first that has steps."""
@@ -70,19 +70,19 @@ class RankProfile:
             self._profiler = StepProfiler(self._runner.device, self._path)
             self._profiler.start()
             self._begun = time.perf_counter()
-        self._steps += 1
+        self._plans += 1
         self._rows += len(plan.steps)
         self._tokens += sum(len(step.token_ids) for step in plan.steps)
         self._positions += sum(step.start + len(step.token_ids) for step in plan.steps)
 
     def on_result(self) -> Profiled | None:
         """Hear that a plan's tokens have been collected; return the answer when there have been enough."""
-        if self._profiler is None or self._steps < self._request.steps:
-            return None
-        return self.finish()
+        self._results += self._profiler is not None
+        # One more than asked for: the first may have begun before the profile, and is no whole step then.
+        return self.finish() if self._results > self._request.steps else None
 
     def finish(self) -> Profiled:
-        """End the profile with the steps that it has seen; nothing is under way."""
+        """End the profile with the steps that it has seen."""
         rank, number = 0, self._request.number
         if self._profiler is None:
             return Profiled(rank=rank, number=number, error="no step has run; profile while requests do")
@@ -91,22 +91,19 @@ class RankProfile:
             trace = self._profiler.stop()
         except ValueError as problem:
             return Profiled(rank=rank, number=number, error=str(problem))
-        batch, context = self._rows / self._steps, self._positions / self._rows
+        batch, context = self._rows / self._plans, self._positions / self._rows
         device = describe(self._runner.device) if trace.is_device else None
         floor = floor_of(self._runner).parts(batch, context) if self._tokens == self._rows else []
-        bill = make_bill(trace, steps=self._steps, floor=floor, device=device)
-        report = report_of(bill, device, batch=batch, context=context, step_ms=1000 * seconds / self._steps)
+        bill = make_bill(trace, steps=self._plans, floor=floor, device=device)
+        report = report_of(bill, device, batch=batch, context=context, step_ms=1000 * seconds / self._plans)
         return Profiled(rank=rank, number=number, report=msgspec.json.encode(report | {"trace": str(self._path)}))
 
 
 def floor_of(runner: ModelRunner) -> StepFloor:
     """Return the floor of a loaded runner's decode steps."""
-    config = runner.config
+    shard = Shard.parse(runner.config.simulate_rank)
     return StepFloor(
-        load_config(config.model),
-        formats_of(runner.model, runner.cache.layout),
-        shards=Shard.parse(config.simulate_rank).count,
-        num_layers=config.num_layers,
+        served_model(runner.config).config, formats_of(runner.model, runner.cache.layout), shards=shard.count
     )
 
 

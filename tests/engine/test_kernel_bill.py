@@ -34,6 +34,7 @@ END = [
     ("few_kernel", "head"),
     ("scan_kernel", "sampling"),
     ("choose_kernel", "sampling"),
+    ("end_step_kernel", "begin and end"),
 ]
 
 
@@ -71,7 +72,7 @@ def test_an_unknown_kernel_is_a_line_of_its_own_under_a_name_that_fits():
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1>>(int)"
     )
     assert short(name) == "vectorized_elementwise_kernel Fill"
-    bill = make_bill(trace(("new_kernel", 0, 3), ("choose_kernel", 3, 4)), steps=1)
+    bill = make_bill(trace(("new_kernel", 0, 3), ("up_kernel", 3, 4)), steps=1)
     assert us_of(bill)["new_kernel"] == 3
 
 
@@ -81,18 +82,17 @@ def test_a_kernel_that_waits_for_the_one_before_is_billed_for_what_it_adds():
 
 
 def test_lines_add_up_to_whole_steps_and_what_is_cut_off_does_not_count():
-    step = [("spread_kernel", 0, 2), ("up_kernel", 3, 6), ("choose_kernel", 6, 8), ("Memcpy DtoH", 9, 9.5)]
+    step = [("begin_step_kernel", 0, 2), ("up_kernel", 3, 6), ("end_step_kernel", 6, 8), ("Memcpy DtoH", 9, 9.5)]
     launches = [(name, start + 20 * n, end + 20 * n) for n in range(3) for name, start, end in step]
     bill = make_bill(trace(*launches[1:]), steps=99)
     assert bill.steps == 2
     assert bill.step_us == pytest.approx(20)
     assert us_of(bill) == {
-        "hyper-connections": pytest.approx(2),
+        "begin and end": pytest.approx(4),
         "routed experts": pytest.approx(3),
-        "sampling": pytest.approx(2),
         "Memcpy DtoH": pytest.approx(0.5),
-        IDLE_BETWEEN: pytest.approx(10.5),
-        IDLE_INSIDE: pytest.approx(2),
+        IDLE_BETWEEN: pytest.approx(11.5),
+        IDLE_INSIDE: pytest.approx(1),
     }
 
 
