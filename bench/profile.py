@@ -25,6 +25,8 @@ from engine.kernel_bill import make_bill
 from engine.steady_batch import StepFailed
 from engine.step_profiler import StepProfiler, report_of
 
+_SMALL = 0.001  # of the step: lines below are shown together, and apart in the JSON
+
 _EXAMPLES = """\
 examples
   isthmus profile --url http://127.0.0.1:8002 --steps 20 --trace steps.json     a decode worker, while requests run
@@ -107,7 +109,8 @@ def show(report: dict[str, Any]) -> None:
     table = Table("part", box=None, header_style="bold")
     for head in ("share", "us", "calls", "us a call", "floor us", "x", "if free", "kernels"):
         table.add_column(head, justify="left" if head == "kernels" else "right", overflow="fold")
-    for line in bill["lines"]:
+    shown = [line for line in bill["lines"] if line["share"] >= _SMALL or line["floor_us"]]
+    for line in shown:
         table.add_row(
             escape(line["part"]),
             f"{line['share']:.1%}",
@@ -119,6 +122,11 @@ def show(report: dict[str, Any]) -> None:
             "all" if line["speedup_if_free"] is None else f"{line['speedup_if_free']:.2f}x",
             escape(", ".join(f"{calls:g} {name}" for name, calls in _kernels(line).items())),
         )
+    rest = [line for line in bill["lines"] if line not in shown]
+    if rest:
+        us = sum(line["us"] for line in rest)
+        share, calls = us / bill["step_us"], sum(line["calls"] for line in rest)
+        table.add_row(f"{len(rest)} others below {_SMALL:.1%}", f"{share:.1%}", number(us, 1), number(calls, 0))
     wide_console(console).print(table)
     if report["trace"]:
         console.print(f"trace: {report['trace']}", markup=False)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a code of four bits, a scale byte for 16
 MXFP4_BYTES = 0.5 + 1 / 32
+_PACKED_BYTES = {"nvfp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}
 
 
 class Ceilings(Protocol):
@@ -74,7 +75,7 @@ class StepFloor:
     def distinct_experts(self, tokens: float) -> float:
         """Return how many experts of a layer `tokens` tokens take on average, if each chooses at random."""
         experts, chosen = self.model.n_routed_experts, self.model.num_experts_per_tok
-        return experts * (1 - (1 - chosen / experts) ** tokens)
+        return float(experts * (1 - (1 - chosen / experts) ** tokens))
 
     def parts(self, batch: float, context: float) -> list[Part]:
         """Return all parts of a step of `batch` sequences, one token each, that have `context` tokens on average."""
@@ -160,18 +161,20 @@ class StepFloor:
 
 def formats_of(model: DeepSeekV4, layout: KVLayout) -> Formats:
     """Return the formats of a loaded model and its cache."""
+    from torch import Tensor
+
     layer = model.layers[0]
     compressors = [x.attention.compressor for x in model.layers if x.attention.compressor is not None]
     stack, gate = layer.experts.w13, layer.experts.narrow_gate
     rows = {r.name: r.value_bytes + r.scale_bytes for group in layout.groups for r in group.regions}
-    packed = getattr(stack, "format", "")
+    expert = stack.element_size() if isinstance(stack, Tensor) else _PACKED_BYTES[stack.format]
     return Formats(
         linear=layer.attention.out_up.parts[0][0].element_size(),
         compressor=compressors[0].weight.element_size() if compressors else 0,
         gate=(layer.experts.gate if gate is None else gate).element_size(),
         mixer=layer.attention_mix.fn.element_size(),
         head=model.head.element_size(),
-        expert={"nvfp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}.get(packed) or stack.element_size(),
+        expert=expert,
         kv_row=rows["window"],
         index_row=rows.get("csa_index", 0),
     )
