@@ -71,6 +71,7 @@ class InProcessEngine:
         self.runner.times = True
         self.runner.load(say)
         self.runner.capture(say)
+        self.runner.cache.fill_random()
         self.device = describe(self.runner.device) if self.is_gpu else _describe_cpu()
         self.floor = floor_of(self.runner)
         self._numbers = itertools.count(1)

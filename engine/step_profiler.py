@@ -60,6 +60,7 @@ class RankProfile:
         self._runner, self._request, self._path = runner, request, path
         self._profiler: StepProfiler | None = None
         self._begun = 0.0
+        self._numbers: set[int] = set()  # of plans that it has seen and that have not been collected
         self._plans = self._results = self._tokens = self._rows = self._positions = 0
 
     def on_plan(self, plan: StepPlan) -> None:
@@ -70,14 +71,16 @@ class RankProfile:
             self._profiler = StepProfiler(self._runner.device, self._path)
             self._profiler.start()
             self._begun = time.perf_counter()
+        self._numbers.add(plan.number)
         self._plans += 1
         self._rows += len(plan.steps)
         self._tokens += sum(len(step.token_ids) for step in plan.steps)
         self._positions += sum(step.start + len(step.token_ids) for step in plan.steps)
 
-    def on_result(self) -> Profiled | None:
-        """Hear that a plan's tokens have been collected; return the answer when there have been enough."""
-        self._results += self._profiler is not None
+    def on_result(self, number: int) -> Profiled | None:
+        """Hear that the tokens of a plan have been collected; return the answer when there have been enough."""
+        self._results += number in self._numbers
+        self._numbers.discard(number)
         # One more than asked for: the first may have begun before the profile, and is no whole step then.
         return self.finish() if self._results > self._request.steps else None
 

@@ -23,6 +23,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prefill_worker": ("engine", "kv_transfer", "router.protocol"),
     "decode_worker": ("engine", "kv_transfer", "router.protocol"),
     "bench": ("router.tokenizer", "kernels.table"),
+    # these run an engine in their own process, or read its bill
+    "bench.in_process": ("engine", "kernels"),
+    "bench.step": ("bench", "engine"),
+    "bench.step_plot": ("bench", "engine"),
+    "bench.profile": ("bench", "engine"),
     "deploy": PACKAGES,
 }
 NO_TORCH = (
