@@ -16,33 +16,12 @@ import msgspec
 import torch
 
 from engine import numa
-from engine.flags import ConfigError, add_engine_flags, engine_config
+from engine.flags import ConfigError, engine_config
 from engine.runner import ModelRunner
 from engine.steady_batch import SPAN, SteadyBatch, blocks_for
 from engine.step_profiler import floor_of
 from kernels.bench import current_commit
 from kernels.gpu_timer import Device, describe, warm_clocks
-
-# what a leader, a cluster or a network would need; the rest is made from --batch and --context
-_WITHOUT = (
-    "served_model_name", "num_blocks", "kv_cache_memory_gib", "gpu_memory_gib", "pool_poison",
-    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "landings_ahead", "waiting_ahead", "ranks", "transport",
-    "host", "port", "worker_id", "landing_timeout_s", "transfer_timeout_s", "kv_checksum", "allow_tcp",
-    "drain_timeout_s", "test_seams", "logits_log",
-)  # fmt: skip
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the engine's flags that say something in one process."""
-    add_engine_flags(parser, without=_WITHOUT)
-
-
-def counts(text: str) -> list[int]:
-    """Return "1,16,64" as numbers, ascending; argparse shows what is wrong with others."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}: wanted whole numbers of at least 1 with commas between them")
-    return sorted({int(word) for word in words})
 
 
 class InProcessEngine:
@@ -56,7 +35,7 @@ class InProcessEngine:
         contexts: Sequence[int],
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """args: with what `add_flags` has added. Raises ConfigError, WeightsError, ValueError."""
+        """args: with what `bench.step_flags` has added. Raises ConfigError, WeightsError, ValueError."""
         config = engine_config(args, role="decode", yaml_section=None, environ=os.environ)
         num_blocks = max(batches) * blocks_for(config.block_size, max(contexts))
         config = msgspec.structs.replace(

@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.in_process import InProcessEngine, add_flags
 from bench.progress import Progress
 from bench.report import number, write_json
 from bench.step import WARM_STEPS, wide_console
+from bench.step_flags import add_flags, count
 from engine.flags import parse_flags
 from engine.kernel_bill import make_bill
 from engine.steady_batch import StepFailed
-from engine.step_profiler import StepProfiler, report_of
 
 _SMALL = 0.001  # of the step: lines below are shown together, and apart in the JSON
 
@@ -80,6 +79,9 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Return the report of an engine in this process."""
+    from bench.in_process import InProcessEngine
+    from engine.step_profiler import StepProfiler, report_of
+
     engine = InProcessEngine(args, batches=[args.batch], contexts=[args.context], say=progress.say)
     steady = engine.steady(args.batch, args.context)
     steady.run(WARM_STEPS)
@@ -148,10 +150,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("what and how much").add_argument
     add("--url", help="of a worker, as `isthmus status` and /topology show it; without it, an engine in this process")
-    add("--steps", type=int, default=20, metavar="N", help="(%(default)s)")
+    add("--steps", type=count, default=20, metavar="N", help="(%(default)s)")
     add("--timeout", type=float, default=60.0, metavar="S", help="for so many steps of a worker to run (%(default)g)")
-    add("--batch", type=int, default=16, metavar="B", help="sequences of an engine in this process (%(default)s)")
-    add("--context", type=int, default=8192, metavar="L", help="tokens that each of them has (%(default)s)")
+    add("--batch", type=count, default=16, metavar="B", help="sequences of an engine in this process (%(default)s)")
+    add("--context", type=count, default=8192, metavar="L", help="tokens that each of them has (%(default)s)")
     add("--trace", type=Path, metavar="FILE", help="keep the Chrome trace")
     add("--json", type=Path, metavar="FILE", help="all figures")
     add("--quiet", action="store_true", help="no progress on stderr")

@@ -8,19 +8,23 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.in_process import InProcessEngine, add_flags, counts
 from bench.progress import Progress
 from bench.report import number, step_law_lines, write_json
+from bench.step_flags import add_flags, count, counts
 from bench.step_law import Experts, Point, StepLaw
 from bench.step_plot import draw, require_matplotlib
 from engine.flags import parse_flags
-from engine.steady_batch import SteadyBatch, Step, StepFailed
+from engine.steady_batch import StepFailed
+
+if TYPE_CHECKING:
+    from bench.in_process import InProcessEngine
+    from engine.steady_batch import SteadyBatch, Step
 
 WARM_STEPS = 20
 WIDTH = 140  # of a table that goes to a file
@@ -73,6 +77,8 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Return the report of a sweep over args.context and args.batch."""
+    from bench.in_process import InProcessEngine
+
     engine = InProcessEngine(args, batches=args.batch, contexts=args.context, say=progress.say)
     runs = []
     for context in args.context:
@@ -188,7 +194,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("sweep and report").add_argument
     add("--batch", type=counts, default=[1, 2, 4, 8, 16, 32, 64], metavar="B,B,...", help="(1,2,4,8,16,32,64)")
     add("--context", type=counts, default=[8192], metavar="L,L,...", help="tokens that a sequence has (8192)")
-    add("--steps", type=int, default=200, metavar="N", help="measured of each, behind some to warm up (%(default)s)")
+    add("--steps", type=count, default=200, metavar="N", help="measured of each, behind some to warm up (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="all figures: runs[], step_law, conditions")
     add("--png", type=Path, metavar="FILE", help="a plot of steps over batch with floors and fits (needs matplotlib)")
     add("--from", type=Path, dest="stored", metavar="FILE", help="show and draw a report of --json, measure nothing")
