@@ -134,8 +134,8 @@ def _kernels(argv: list[str]) -> int:
 
 @verb(
     "bench",
-    "`bench serve`: load for any server; `bench compare`: two reports; `bench router`, `guides`, `kernels`, "
-    "`transfer`: parts",
+    "`bench serve`: load for any server; `bench compare`: two reports; `bench step`: decode steps of one rank; "
+    "`bench router`, `guides`, `kernels`, `transfer`: parts",
 )
 def _bench(argv: list[str]) -> int:
     if argv[:1] == ["serve"]:
@@ -146,6 +146,10 @@ def _bench(argv: list[str]) -> int:
         from bench.compare import main as run_compare
 
         return run_compare(argv[1:], prog="isthmus bench compare")
+    if argv[:1] == ["step"]:
+        from bench.step import main as run_step
+
+        return run_step(_with_model_folder(argv[1:]), prog="isthmus bench step")
     if argv[:1] == ["kernels"]:
         from kernels.bench import main as run_kernels
 
@@ -166,10 +170,17 @@ def _bench(argv: list[str]) -> int:
         return run_guides(_with_model_folder([*argv[1:], *model]), prog="isthmus bench guides")
     return _usage(
         "bench",
-        "serve --url URL [...] | compare A B | router [...] | guides [...] | kernels --group GROUP [...] | "
-        "transfer [...]      (each with --help)",
+        "serve --url URL [...] | compare A B | step --model FOLDER [...] | router [...] | guides [...] | "
+        "kernels --group GROUP [...] | transfer [...]      (each with --help)",
         argv,
     )
+
+
+@verb("profile", "where the time of a decode step goes, kernel by kernel: of a running worker, or of an engine here")
+def _profile(argv: list[str]) -> int:
+    from bench.profile import main as run
+
+    return run(_with_model_folder(argv))
 
 
 @verb("router", "run a router by hand, = python -m router")

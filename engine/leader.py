@@ -33,6 +33,7 @@ from engine.front import Front, command, seam_routes
 from engine.loop import EngineLoop
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import DeepSeekV4Config, load_config, model_fingerprint
+from engine.profiles import profile_route
 from engine.ring import LeaderEnd
 from router import protocol
 
@@ -114,7 +115,7 @@ class _Leader:
         listener = _listen(config.host, config.port)
         front.url = f"http://{_advertised(config.host)}:{listener.getsockname()[1]}"
         routes = self._build(LeaderContext(config, plan=plan, model=model, loop=loop, front=front))
-        routes.append(command("/drain", protocol.Ack, self._drain))
+        routes += [command("/drain", protocol.Ack, self._drain), profile_route(loop)]
         if config.test_seams:
             log.warning("test seams are open: anybody who reaches this port can hold requests and kill this group")
             routes += seam_routes(loop)

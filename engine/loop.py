@@ -24,6 +24,7 @@ import msgspec
 import psutil
 
 from engine import plan as messages
+from engine.profiles import Profiles
 from engine.ring import LeaderEnd, PeerGone, Waiter
 from engine.seams import Seams
 from router.protocol import SequenceOutput, WorkerState, WorkerStats
@@ -107,6 +108,7 @@ class EngineLoop(Generic[W]):
         self._has_news = False
         self._stopping = self._has_ended = False
         self.num_steps = 0
+        self.profiles = Profiles(self.send)
 
     # ------------------------------------------------------------ from any thread
 
@@ -176,6 +178,7 @@ class EngineLoop(Generic[W]):
         finally:
             self._has_ended = True
             self._run_calls()
+            self.profiles.give_up("the engine loop has ended")
 
     def _wait(self) -> None:
         ended = self._waiter.wait(_TICK_S)
@@ -231,6 +234,8 @@ class EngineLoop(Generic[W]):
                     self.worker.on_ready(ranks)
                     self._listener.on_outputs([], self.worker.stats())
                     self._listener.on_ready(ranks)
+            case messages.Profiled():
+                self.profiles.on_profiled(message)
             case messages.RankFailed():
                 raise PeerGone(f"rank {rank}: {message.reason}")  # it has logged where
             case _:

@@ -127,11 +127,18 @@ class PumpHint(PlanMessage, frozen=True, kw_only=True):
     open_landings: int
 
 
+class Profile(PlanMessage, frozen=True, kw_only=True):
+    """Profile the next `steps` steps; 0: give up the profile that is under way. Rank 0 alone does, and answers."""
+
+    number: int
+    steps: int
+
+
 class Shutdown(PlanMessage, frozen=True, kw_only=True):
     """End the process after transfers under way have ended."""
 
 
-LeaderMessage = StepPlan | PushPlan | CancelPush | ConnectPeer | DisconnectPeer | PumpHint | Shutdown
+LeaderMessage = StepPlan | PushPlan | CancelPush | ConnectPeer | DisconnectPeer | PumpHint | Profile | Shutdown
 
 
 # ---------------------------------------------------------------- rank -> leader
@@ -218,6 +225,15 @@ class Arrived(PlanMessage, frozen=True, kw_only=True):
     at: float = 0.0
 
 
+class Profiled(PlanMessage, frozen=True, kw_only=True):
+    """What came of Profile `number`. report: JSON, see engine.step_profiler.report_of.   error: why there is none."""
+
+    rank: int
+    number: int
+    report: bytes = b""
+    error: str = ""
+
+
 class RankFailed(PlanMessage, frozen=True, kw_only=True):
     """The rank can't go on; it ends after this."""
 
@@ -225,7 +241,7 @@ class RankFailed(PlanMessage, frozen=True, kw_only=True):
     reason: str
 
 
-RankMessage = RankProgress | RankReady | StepResult | PushDone | PeerLinked | Arrived | RankFailed
+RankMessage = RankProgress | RankReady | StepResult | PushDone | PeerLinked | Arrived | Profiled | RankFailed
 
 
 def encode(message: PlanMessage) -> bytes:

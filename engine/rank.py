@@ -35,6 +35,7 @@ from kv_transfer.transports import make_transport
 if TYPE_CHECKING:
     from engine.arrivals import ArrivalThread
     from engine.runner import ModelRunner, Ticket
+    from engine.step_profiler import RankProfile
     from engine.transfers import TransferThread
     from kv_transfer.transport import KvTransport
 
@@ -75,6 +76,8 @@ class RankProcess:
         self._launched: collections.deque[tuple[int, Ticket]] = collections.deque()  # plans' numbers, oldest first
         self._transfers: TransferThread | None = None
         self._arrivals: ArrivalThread | None = None
+        self._run_dir = run_dir
+        self._profile: RankProfile | None = None
 
     def send(self, message: messages.RankMessage) -> None:
         self._channel.send(messages.encode(message))
@@ -202,8 +205,12 @@ class RankProcess:
                     self._collect()
                 if self._logits_log is not None:
                     self._logits_log.on_plan(message)
+                if self._profile is not None:
+                    self._profile.on_plan(message)
                 self._launched.append((message.number, self._runner.launch(message)))
                 self._collect_ready()
+            case messages.Profile():
+                self._start_profile(message)
             case messages.PumpHint():
                 if self._arrivals is not None:
                     self._arrivals.hint(message.open_landings)
@@ -233,6 +240,21 @@ class RankProcess:
                 logprobs=list(logprobs) if self._rank == 0 else [],
             )
         )
+        if self._profile is not None and (done := self._profile.on_result(number)) is not None:
+            self._profile = None
+            self.send(done)
+
+    def _start_profile(self, request: messages.Profile) -> None:
+        """Let a profile begin with the next step, in place of one that nobody waits for any more."""
+        if self._rank != 0:
+            return
+        from engine.step_profiler import RankProfile
+
+        if self._profile is not None:
+            self._profile.finish()
+            self._profile = None
+        if request.steps:
+            self._profile = RankProfile(self._runner, request, self._run_dir / f"profile-{request.number}.json")
 
 
 def _find_leader(run_dir: Path) -> LeaderAddress:

@@ -126,6 +126,13 @@ class ModelRunner:
         self.times = False
 
     @property
+    def model(self) -> DeepSeekV4:
+        """Return the loaded model. Raises RuntimeError before `load`."""
+        if self._model is None:
+            raise RuntimeError("the model is not loaded: call load() before run()")
+        return self._model
+
+    @property
     def graph_nodes(self) -> dict[int, int]:
         """Return the nodes of each captured graph by its batch size."""
         return {} if self._graphs is None else dict(self._graphs.nodes)
@@ -190,14 +197,13 @@ class ModelRunner:
         self.sequences.note([s for s in plan.steps if s not in steps], {}, dict(failed))
         if not steps:
             return Ticket(Outcome([], failed))
-        if self._model is None:
-            raise RuntimeError("the model is not loaded: call load() before run()")
+        model = self.model
         if self._graphs is not None and all(self._is_decode(step) for step in steps):
             return self._launch_graph(self._graphs, steps, failed)
         if self._graphs is not None:  # rows on the device know nothing of what runs here
             for step in steps:
                 self._graphs.leave(step.seq)
-        outcome = self._run_eagerly(self._model, steps, exhaust=plan.exhaust)
+        outcome = self._run_eagerly(model, steps, exhaust=plan.exhaust)
         self.sequences.note(steps, dict(outcome.tokens), dict(outcome.failed))
         return Ticket(outcome._replace(failed=failed + outcome.failed))
 

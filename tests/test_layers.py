@@ -23,6 +23,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prefill_worker": ("engine", "kv_transfer", "router.protocol"),
     "decode_worker": ("engine", "kv_transfer", "router.protocol"),
     "bench": ("router.tokenizer", "kernels.table"),
+    # these run an engine in their own process, or read its bill
+    "bench.in_process": ("engine", "kernels"),
+    "bench.step": ("bench", "engine"),
+    "bench.step_flags": ("engine.flags",),
+    "bench.step_plot": ("bench", "engine.flags"),
+    "bench.profile": ("bench", "engine"),
     "deploy": PACKAGES,
 }
 NO_TORCH = (
@@ -33,6 +39,8 @@ NO_TORCH = (
     "decode_worker.__main__",
     "bench.serve",
     "bench.compare",
+    "bench.step",
+    "bench.profile",
     "deploy.cluster",
     "deploy.cli",
     "deploy.tiny_model",

@@ -92,6 +92,12 @@ def harness():
 
 
 @pytest.fixture(scope="session")
+def flash():
+    """DeepSeek-V4-Flash's config."""
+    return _module("engine_test_layout", HERE / "test_layout.py").FLASH
+
+
+@pytest.fixture(scope="session")
 def rounded_reference(oracle):
     return _module("engine_rounded_reference", HERE / "rounded_reference.py")
 

@@ -1,0 +1,111 @@
+"""InProcessEngine: one rank in this process, without leader and HTTP, for `bench step` and `profile`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from engine import numa
+from engine.flags import ConfigError, engine_config
+from engine.runner import ModelRunner
+from engine.steady_batch import SPAN, SteadyBatch, blocks_for
+from engine.step_profiler import floor_of
+from kernels.bench import current_commit
+from kernels.gpu_timer import Device, describe, warm_clocks
+
+
+class InProcessEngine:
+    """A loaded runner for batches of `batches` at `contexts` tokens; its cache is filled with random rows."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        batches: Sequence[int],
+        contexts: Sequence[int],
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """args: with what `bench.step_flags` has added. Raises ConfigError, WeightsError, ValueError."""
+        config = engine_config(args, role="decode", yaml_section=None, environ=os.environ)
+        num_blocks = max(batches) * blocks_for(config.block_size, max(contexts))
+        config = msgspec.structs.replace(
+            config, max_num_seqs=max(batches), num_blocks=num_blocks, max_model_len=max(contexts) + SPAN
+        )
+        numa.bind(node=config.numa_node, cpus=config.cpus)
+        torch.set_num_threads(config.threads)
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device = 'cuda': torch finds no GPU here; use --device cpu, with a small model")
+        self.config = config
+        self.runner = ModelRunner(config, num_blocks=num_blocks, num_slots=max(batches))
+        self.runner.times = True
+        self.runner.load(say)
+        self.runner.capture(say)
+        self.runner.cache.fill_random()
+        self.device = describe(self.runner.device) if self.is_gpu else _describe_cpu()
+        self.floor = floor_of(self.runner)
+        self._numbers = itertools.count(1)
+        if self.is_gpu:
+            warm_clocks(self.runner.device)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.config.device == "cuda"
+
+    def steady(self, batch: int, context: int) -> SteadyBatch:
+        """Return a batch that has not begun. Raises ValueError."""
+        return SteadyBatch(self.runner, batch=batch, context=context, numbers=self._numbers)
+
+    def nodes(self, batch: int) -> int | None:
+        """Return the nodes of the graph that a batch runs in, None if it runs in none."""
+        return next((nodes for size, nodes in sorted(self.runner.graph_nodes.items()) if size >= batch), None)
+
+    def conditions(self) -> dict[str, Any]:
+        """Return what a measurement depends on."""
+        config = self.config
+        return {
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "commit": current_commit(),
+            "device": self.device.name,
+            "ceilings": {
+                "bytes_per_s": self.device.bandwidth,
+                "flops_per_s": self.device.bf16,
+                "source": self.device.source,
+            },
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": importlib.metadata.version("triton"),
+            "python": platform.python_version(),
+            "model": msgspec.to_builtins(self.floor.model),
+            "formats": {name: getattr(self.floor.formats, name) for name in self.floor.formats.__slots__},
+            "shard": config.simulate_rank or "0/1",
+            "layers": self.floor.model.num_hidden_layers,
+            "config": msgspec.to_builtins(config),
+        }
+
+
+def _describe_cpu() -> Device:
+    """Return this processor's ceilings, measured with a copy and a product of the threads that torch has here."""
+    source, (a, b) = torch.ones(1 << 24), (torch.ones(384, 384) for _ in range(2))
+    other = torch.empty_like(source)
+
+    def seconds(work: Callable[[], object]) -> float:
+        found = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found)
+
+    copied, product = seconds(lambda: other.copy_(source)), seconds(lambda: a @ b)
+    name = platform.processor() or platform.machine()
+    return Device(f"CPU {name}", 2 * source.nbytes / copied, 2 * 384**3 / product, 0, "measured just now, float32")

@@ -1,0 +1,161 @@
+"""`isthmus profile`: the kernel bill of decode steps, of a running worker or of an engine in this process."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.progress import Progress
+from bench.report import number, write_json
+from bench.step import WARM_STEPS, wide_console
+from bench.step_flags import add_flags, count
+from engine.flags import parse_flags
+from engine.kernel_bill import make_bill
+from engine.steady_batch import StepFailed
+
+_SMALL = 0.001  # of the step: lines below are shown together, and apart in the JSON
+
+_EXAMPLES = """\
+examples
+  isthmus profile --url http://127.0.0.1:8002 --steps 20 --trace steps.json     a decode worker, while requests run
+  isthmus profile --model dsv4-tiny --device cpu --batch 4 --context 256        an engine of its own, here
+  isthmus profile --model ./DeepSeek-V4-Flash --load-format synthetic --simulate-rank 0/4 --device cuda --batch 16
+
+what the table says
+  part        of the step; a kernel that is in no table stands under its own name
+  share, us   of a step; lines add up to the step. Where kernels overlap, an instant is the one's that runs longest:
+              a line says what the part adds behind what came before it
+  calls       launches a step, and microseconds of each
+  floor, x    bytes that the part must read over bandwidth (or its products over their rate), and how many times that
+  if free     how many times faster the step would be without the part: what there is to gain at most
+  idle        instants at which the device ran nothing, inside a step and between two
+
+Steps take longer under the profiler, between kernels above all; the step's true length stands above the table. The
+trace opens in https://ui.perfetto.dev. No root is needed. A worker stands still for a second or more when it ends.
+"""
+
+
+def main(argv: Sequence[str], *, prog: str = "isthmus profile") -> int:
+    """Profile and print: 0 well, 1 nothing to show, 2 wrong usage. Raises ConfigError."""
+    parser = _parser(prog)
+    args = parse_flags(parser, argv)
+    try:
+        report = ask(args) if args.url else measure(args, Progress(quiet=args.quiet))
+    except (httpx.HTTPError, httpx.InvalidURL, StepFailed, OSError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    show(report)
+    if args.json:
+        write_json(report, args.json)
+    return 0
+
+
+def ask(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the report of a running worker, whose trace is copied to args.trace if this host can read it."""
+    url, wanted = f"{args.url.rstrip('/')}/profile", {"steps": args.steps, "timeout_s": args.timeout}
+    response = httpx.post(url, json=wanted, timeout=args.timeout + 60, trust_env=False)
+    if response.status_code != 200:
+        raise httpx.HTTPError(f"{url} answered {response.status_code}: {response.text}")
+    report: dict[str, Any] = response.json()
+    if args.trace:
+        shutil.copyfile(report["trace"], args.trace)
+        report["trace"] = str(args.trace)
+    return report
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return the report of an engine in this process."""
+    from bench.in_process import InProcessEngine
+    from engine.step_profiler import StepProfiler, report_of
+
+    engine = InProcessEngine(args, batches=[args.batch], contexts=[args.context], say=progress.say)
+    steady = engine.steady(args.batch, args.context)
+    steady.run(WARM_STEPS)
+    step_ms = statistics.median(step.ms for step in steady.run(max(args.steps, 50)))
+    with tempfile.TemporaryDirectory(prefix="isthmus-profile-") as folder:
+        profiler = StepProfiler(engine.runner.device, args.trace or Path(folder) / "trace.json")
+        profiler.start()
+        steady.run(args.steps)
+        trace = profiler.stop()
+    floor = engine.floor.parts(args.batch, args.context)
+    bill = make_bill(trace, steps=args.steps + 1, floor=floor, device=engine.device if trace.is_device else None)
+    report = report_of(bill, engine.device, batch=args.batch, context=args.context, step_ms=step_ms)
+    nodes = engine.nodes(args.batch)
+    return report | {"conditions": engine.conditions(), "nodes": nodes, "trace": str(args.trace or "")}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the bill, with the ceilings."""
+    bill = report["bill"]
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{report['device']}: {bill['steps']:g} steps of {report['batch']:.4g} sequences at {report['context']:,.0f} "
+        f"tokens: {report['step_ms']:.3f} ms a step, {bill['step_us'] / 1000:.3f} in the trace"
+        + (f"; floor {bill['floor_us'] / 1000:.3f}" if bill["floor_us"] else ""),
+        markup=False,
+    )
+    table = Table("part", box=None, header_style="bold")
+    for head in ("share", "us", "calls", "us a call", "floor us", "x", "if free", "kernels"):
+        table.add_column(head, justify="left" if head == "kernels" else "right", overflow="fold")
+    shown = [line for line in bill["lines"] if line["share"] >= _SMALL or line["floor_us"]]
+    for line in shown:
+        table.add_row(
+            escape(line["part"]),
+            f"{line['share']:.1%}",
+            number(line["us"], 1),
+            number(line["calls"], 0) if line["calls"] else number(None),
+            number(line["us_per_call"], 2),
+            number(line["floor_us"], 1),
+            number(line["over_floor"], 1),
+            "all" if line["speedup_if_free"] is None else f"{line['speedup_if_free']:.2f}x",
+            escape(", ".join(f"{calls:g} {name}" for name, calls in _kernels(line).items())),
+        )
+    rest = [line for line in bill["lines"] if line not in shown]
+    if rest:
+        us = sum(line["us"] for line in rest)
+        share, calls = us / bill["step_us"], sum(line["calls"] for line in rest)
+        table.add_row(f"{len(rest)} others below {_SMALL:.1%}", f"{share:.1%}", number(us, 1), number(calls, 0))
+    wide_console(console).print(table)
+    if report["trace"]:
+        console.print(f"trace: {report['trace']}", markup=False)
+
+
+def _kernels(line: dict[str, Any]) -> dict[str, float]:
+    """Return the kernels of a line with their rounded calls, if they say more than its name does."""
+    kernels = {name: round(calls, 1) for name, calls in line["kernels"].items()}
+    return {} if list(kernels) == [line["part"]] else kernels
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Show where the time of a decode step goes, kernel by kernel, and what could be gained.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("what and how much").add_argument
+    add("--url", help="of a worker, as `isthmus status` and /topology show it; without it, an engine in this process")
+    add("--steps", type=count, default=20, metavar="N", help="(%(default)s)")
+    add("--timeout", type=float, default=60.0, metavar="S", help="for so many steps of a worker to run (%(default)g)")
+    add("--batch", type=count, default=16, metavar="B", help="sequences of an engine in this process (%(default)s)")
+    add("--context", type=count, default=8192, metavar="L", help="tokens that each of them has (%(default)s)")
+    add("--trace", type=Path, metavar="FILE", help="keep the Chrome trace")
+    add("--json", type=Path, metavar="FILE", help="all figures")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    add_flags(parser)
+    return parser

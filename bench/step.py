@@ -1,0 +1,203 @@
+"""`isthmus bench step`: what a decode step costs over batch and context, beside its floor, and the law it follows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.progress import Progress
+from bench.report import number, step_law_lines, write_json
+from bench.step_flags import add_flags, count, counts
+from bench.step_law import Experts, Point, StepLaw
+from bench.step_plot import draw, require_matplotlib
+from engine.flags import parse_flags
+from engine.steady_batch import StepFailed
+
+if TYPE_CHECKING:
+    from bench.in_process import InProcessEngine
+    from engine.steady_batch import SteadyBatch, Step
+
+WARM_STEPS = 20
+WIDTH = 140  # of a table that goes to a file
+
+_EXAMPLES = """\
+examples
+  isthmus bench step --model dsv4-tiny --device cpu --batch 1,4 --context 256 --steps 20
+  isthmus bench step --model ./DeepSeek-V4-Flash --load-format synthetic --simulate-rank 0/4 --device cuda \\
+      --context 8192,131072 --json step.json --png step.png
+  isthmus bench step --from step.json --png step.png          draw what was measured before, elsewhere
+
+what is measured
+  One rank in this process: plans go to its runner as a leader's would, each before the tokens of the one before have
+  been read. No leader, no HTTP, no exchange with other ranks.
+  step        milliseconds from one step's tokens to the next one's, on the host: median, and the 10th and 90th of 100
+  device      of it, what the device took from the step's first to its last kernel
+  gap         share of the step in which the device waited for the host
+  floor       the weights and cache rows that such a step must read, at the device's bandwidth (or their products)
+  x floor     step / floor
+  nodes       kernels and copies in the captured graph
+
+A synthetic model needs its folder's config.json only. The form a + c U(N) + d N of the law wants four batches or more.
+"""
+
+
+def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
+    """Run the benchmark: 0 well, 1 a sequence failed, 2 wrong usage. Raises ConfigError."""
+    parser = _parser(prog)
+    args = parse_flags(parser, argv)
+    if args.png:
+        require_matplotlib()
+    if args.stored:
+        report = json.loads(args.stored.read_text())
+    else:
+        try:
+            report = measure(args, Progress(quiet=args.quiet))
+        except StepFailed as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            return 1
+        except ValueError as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            return 2
+    show(report)
+    if args.json:
+        write_json(report, args.json)
+    if args.png:
+        draw(report, args.png)
+    return 0
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return the report of a sweep over args.context and args.batch."""
+    from bench.in_process import InProcessEngine
+
+    engine = InProcessEngine(args, batches=args.batch, contexts=args.context, say=progress.say)
+    runs = []
+    for context in args.context:
+        for batch in args.batch:
+            steady = engine.steady(batch, context)
+            runs.append(_figures(engine, steady, steps=args.steps))
+            steady.end()
+            progress.say(
+                f"batch {batch:>3}, context {context:>7,}: {runs[-1]['step_ms']:.3f} ms a step, floor "
+                f"{runs[-1]['floor_ms']:.3f}"
+            )
+    model = engine.floor.model
+    experts = Experts(model.n_routed_experts, model.num_experts_per_tok)
+    laws = {context: _law([run for run in runs if run["context"] == context], experts) for context in args.context}
+    return {
+        "conditions": engine.conditions() | {"steps": args.steps, "warm_steps": WARM_STEPS},
+        "runs": runs,
+        "step_law": laws[args.context[0]],
+        "step_laws": {str(context): law for context, law in laws.items()},
+    }
+
+
+def _figures(engine: InProcessEngine, steady: SteadyBatch, *, steps: int) -> dict[str, Any]:
+    """Measure one batch at one context; return its entry in `runs`."""
+    steady.run(WARM_STEPS)
+    found = steady.run(steps)
+    step_ms = statistics.median(step.ms for step in found)
+    low, high = np.percentile([step.ms for step in found], [10, 90])
+    device_ms, gap_ms = _median(found, "device_ms"), _median(found, "gap_ms")
+    floor_ms = engine.floor.ms(steady.batch, steady.context, engine.device)
+    return {
+        "batch": steady.batch,
+        "context": steady.context,
+        "steps": len(found),
+        "step_ms": step_ms,
+        "p10_ms": float(low),
+        "p90_ms": float(high),
+        "device_ms": device_ms,
+        "gap_ms": gap_ms,
+        "gap": None if gap_ms is None else gap_ms / step_ms,
+        "tokens_per_s": 1000 * steady.batch / step_ms,
+        "floor_ms": floor_ms,
+        "over_floor": step_ms / floor_ms,
+        "nodes": engine.nodes(steady.batch),
+        "expected_experts": engine.floor.distinct_experts(steady.batch),
+        "floor_parts": {
+            part.name: {"us": part.floor_us(engine.device), "bytes": part.num_bytes, "flops": part.flops}
+            for part in engine.floor.parts(steady.batch, steady.context)
+        },
+    }
+
+
+def _median(steps: Sequence[Step], name: str) -> float | None:
+    values = [value for step in steps if (value := getattr(step, name)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _law(runs: Sequence[dict[str, Any]], experts: Experts) -> dict[str, Any]:
+    """Return both fits of the runs of one context, or why there are none."""
+    points = [Point(run["batch"], run["step_ms"] / 1000, run["steps"]) for run in runs]
+    try:
+        return StepLaw(points, experts=experts).to_json(2 * points[-1].num_streams) | {"problem": ""}
+    except ValueError:
+        return {"a_ms": None, "problem": "two batches far apart are needed, four for both forms: --batch 1,4,16,64"}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print table and laws."""
+    conditions = report["conditions"]
+    console = Console(highlight=False, soft_wrap=True)
+    ceilings = conditions["ceilings"]
+    console.print(
+        f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
+        f"{conditions['layers']} layers; floor at {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s and "
+        f"{ceilings['flops_per_s'] / 1e12:,.3g} TFLOP/s ({ceilings['source']})",
+        markup=False,
+    )
+    table = Table("batch", "context", box=None, header_style="bold")
+    for head in ("step ms", "10 %", "90 %", "device ms", "gap", "tokens/s", "floor ms", "x floor", "nodes"):
+        table.add_column(head, justify="right")
+    for column in table.columns[:2]:
+        column.justify = "right"
+    for run in report["runs"]:
+        table.add_row(
+            f"{run['batch']}",
+            f"{run['context']:,}",
+            *(number(run[name], 3) for name in ("step_ms", "p10_ms", "p90_ms", "device_ms")),
+            number(None) if run["gap"] is None else f"{run['gap']:.1%}",
+            number(run["tokens_per_s"], 0),
+            number(run["floor_ms"], 3),
+            number(run["over_floor"], 2),
+            number(run["nodes"], 0),
+        )
+    wide_console(console).print(table)
+    for context, law in report["step_laws"].items():
+        console.print(f"context {int(context):,}", markup=False)
+        console.print("\n".join(step_law_lines(law)), markup=False)
+
+
+def wide_console(console: Console) -> Console:
+    """Return the console, or one that does not fold tables to 80 columns where it writes to a file."""
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Measure decode steps of one rank over batch and context, beside their floor.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("sweep and report").add_argument
+    add("--batch", type=counts, default=[1, 2, 4, 8, 16, 32, 64], metavar="B,B,...", help="(1,2,4,8,16,32,64)")
+    add("--context", type=counts, default=[8192], metavar="L,L,...", help="tokens that a sequence has (8192)")
+    add("--steps", type=count, default=200, metavar="N", help="measured of each, behind some to warm up (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="all figures: runs[], step_law, conditions")
+    add("--png", type=Path, metavar="FILE", help="a plot of steps over batch with floors and fits (needs matplotlib)")
+    add("--from", type=Path, dest="stored", metavar="FILE", help="show and draw a report of --json, measure nothing")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    add_flags(parser)
+    return parser

@@ -1,0 +1,36 @@
+"""Flags of the commands that run an engine in their own process. No torch: `--help` and stored reports come at once."""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.flags import add_engine_flags
+
+# what a leader, a cluster or a network would need, and what follows from --batch and --context
+_WITHOUT = (
+    "served_model_name", "num_blocks", "kv_cache_memory_gib", "gpu_memory_gib", "pool_poison",
+    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "landings_ahead", "waiting_ahead", "ranks", "transport",
+    "host", "port", "worker_id", "landing_timeout_s", "transfer_timeout_s", "kv_checksum", "allow_tcp",
+    "drain_timeout_s", "test_seams", "logits_log",
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the engine's flags that say something in one process."""
+    add_engine_flags(parser, without=_WITHOUT)
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1; argparse shows what is wrong with others."""
+    return _whole(text, text)
+
+
+def counts(text: str) -> list[int]:
+    """Return "1,16,64" as numbers, ascending and without repetition."""
+    return sorted({_whole(word.strip(), text) for word in text.split(",")})
+
+
+def _whole(word: str, text: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted whole numbers of at least 1")
+    return int(word)

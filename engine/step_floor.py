@@ -1,0 +1,180 @@
+"""StepFloor: the bytes and operations that a decode step can't do without, part by part. Arithmetic only, no torch.
+
+Counted are the weights that a rank must read, each once, and the cache rows that its batch attends; of experts the
+number of distinct ones that a batch takes if each token chooses at random. Not counted: activations, logits, the rows
+that are written, and what launches and dependences cost. A step that reaches its floor does nothing but read.
+
+Every rank of a tensor-parallel group reads its share of what is cut (q_b, o_a, o_b, experts, head) and all of the rest:
+the cache has one head, indexer and compressors are whole everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
+from kv_transfer.layout import KVLayout
+
+if TYPE_CHECKING:
+    from engine.model.model import DeepSeekV4
+
+NVFP4_BYTES = 0.5 + 1 / 16  # a code of four bits, a scale byte for 16
+MXFP4_BYTES = 0.5 + 1 / 32
+_PACKED_BYTES = {"nvfp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}
+
+
+class Ceilings(Protocol):
+    """What a device can reach at most; kernels.gpu_timer.Device is one. Bytes and operations a second."""
+
+    @property
+    def bandwidth(self) -> float: ...
+
+    @property
+    def bf16(self) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """Bytes of an element of each kind of weight, and of a cached row; by default those of an NVFP4 checkpoint."""
+
+    linear: float = 1.0
+    compressor: float = 2.0
+    gate: float = 2.0
+    mixer: float = 4.0
+    head: float = 2.0
+    expert: float = NVFP4_BYTES
+    kv_row: int = 584
+    index_row: int = 132
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a step. calls: how often a step comes by it.   num_bytes, flops: of all calls together."""
+
+    name: str
+    calls: int
+    num_bytes: float
+    flops: float
+
+    def floor_us(self, device: Ceilings) -> float:
+        """Return the microseconds of a step below which the part can't be: the longer of reading and computing."""
+        return 1e6 * max(self.num_bytes / device.bandwidth, self.flops / device.bf16)
+
+
+class StepFloor:
+    """The floor of a rank's decode steps. model: whole in width, the layers that run.   shards: ranks of the group."""
+
+    def __init__(self, model: DeepSeekV4Config, formats: Formats, *, shards: int = 1) -> None:
+        """Raises ValueError for a group without ranks."""
+        if shards < 1:
+            raise ValueError(f"shards {shards}: a group has at least one rank")
+        self.model, self.formats, self.shards = model, formats, shards
+        self._ratios = model.compress_ratios
+
+    def distinct_experts(self, tokens: float) -> float:
+        """Return how many experts of a layer `tokens` tokens take on average, if each chooses at random."""
+        experts, chosen = self.model.n_routed_experts, self.model.num_experts_per_tok
+        return float(experts * (1 - (1 - chosen / experts) ** tokens))
+
+    def parts(self, batch: float, context: float) -> list[Part]:
+        """Return all parts of a step of `batch` sequences, one token each, that have `context` tokens on average."""
+        return [
+            self._hyper_connections(batch),
+            self._projections(batch),
+            self._indexer(batch, context),
+            self._attention(batch, context),
+            self._output(batch),
+            self._gate(batch),
+            self._shared_expert(batch),
+            self._routed_experts(batch),
+            self._head(batch),
+        ]
+
+    def ms(self, batch: float, context: float, device: Ceilings) -> float:
+        """Return the floor of a step in milliseconds."""
+        return sum(part.floor_us(device) for part in self.parts(batch, context)) / 1000
+
+    def _layers(self, ratio: int) -> int:
+        return self._ratios.count(ratio)
+
+    def _hyper_connections(self, batch: float) -> Part:
+        m, calls = self.model, 2 * len(self._ratios)
+        size = calls * m.hc_mult * m.hidden_size * (2 + m.hc_mult) * m.hc_mult
+        return Part("hyper-connections", calls, size * self.formats.mixer, 2 * batch * size)
+
+    def _projections(self, batch: float) -> Part:
+        """Return all products before attention: queries, kv rows, compressors, index queries and their weights."""
+        m, layers, csa, hca = self.model, len(self._ratios), self._layers(CSA_RATIO), self._layers(HCA_RATIO)
+        plain = layers * (m.q_lora_rank * m.num_attention_heads * m.head_dim / self.shards)
+        plain += layers * m.hidden_size * (m.q_lora_rank + m.head_dim)
+        plain += csa * m.q_lora_rank * m.index_n_heads * m.index_head_dim
+        wide = (csa * 4 + hca * 2) * m.hidden_size * m.head_dim
+        wide += csa * m.hidden_size * (4 * m.index_head_dim + m.index_n_heads)
+        return Part(
+            "projections",
+            layers,
+            plain * self.formats.linear + wide * self.formats.compressor,
+            2 * batch * (plain + wide),
+        )
+
+    def _indexer(self, batch: float, context: float) -> Part:
+        m, calls = self.model, self._layers(CSA_RATIO)
+        keys = calls * batch * (context // CSA_RATIO)
+        return Part("indexer", calls, keys * self.formats.index_row, keys * m.index_n_heads * m.index_head_dim * 2)
+
+    def _attention(self, batch: float, context: float) -> Part:
+        m, layers = self.model, len(self._ratios)
+        rows = layers * min(context, m.sliding_window)
+        rows += self._layers(CSA_RATIO) * min(context // CSA_RATIO, m.index_topk)
+        rows += self._layers(HCA_RATIO) * (context // HCA_RATIO)
+        heads = m.num_attention_heads / self.shards
+        return Part("attention", layers, batch * rows * self.formats.kv_row, batch * rows * heads * 4 * m.head_dim)
+
+    def _output(self, batch: float) -> Part:
+        m, layers = self.model, len(self._ratios)
+        size = layers * m.o_lora_rank * (m.num_attention_heads * m.head_dim + m.o_groups * m.hidden_size) / self.shards
+        return Part("output", layers, size * self.formats.linear, 2 * batch * size)
+
+    def _gate(self, batch: float) -> Part:
+        m, layers = self.model, len(self._ratios)
+        size = layers * m.hidden_size * m.n_routed_experts
+        return Part("gate", layers, size * self.formats.gate, 2 * batch * size)
+
+    def _expert(self) -> float:
+        """Return the elements of one expert's share in all layers."""
+        return len(self._ratios) * 3 * self.model.hidden_size * self.model.moe_intermediate_size / self.shards
+
+    def _shared_expert(self, batch: float) -> Part:
+        size = self._expert()
+        return Part("shared expert", len(self._ratios), size * self.formats.linear, 2 * batch * size)
+
+    def _routed_experts(self, batch: float) -> Part:
+        size, chosen = self._expert(), self.model.num_experts_per_tok
+        num_bytes = self.distinct_experts(batch) * size * self.formats.expert
+        return Part("routed experts", len(self._ratios), num_bytes, 2 * batch * chosen * size)
+
+    def _head(self, batch: float) -> Part:
+        size = self.model.vocab_size * self.model.hidden_size / self.shards
+        return Part("head", 1, size * self.formats.head, 2 * batch * size)
+
+
+def formats_of(model: DeepSeekV4, layout: KVLayout) -> Formats:
+    """Return the formats of a loaded model and its cache."""
+    from torch import Tensor
+
+    layer = model.layers[0]
+    compressors = [x.attention.compressor for x in model.layers if x.attention.compressor is not None]
+    stack, gate = layer.experts.w13, layer.experts.narrow_gate
+    rows = {r.name: r.value_bytes + r.scale_bytes for group in layout.groups for r in group.regions}
+    expert = stack.element_size() if isinstance(stack, Tensor) else _PACKED_BYTES[stack.format]
+    return Formats(
+        linear=layer.attention.out_up.parts[0][0].element_size(),
+        compressor=compressors[0].weight.element_size() if compressors else 0,
+        gate=(layer.experts.gate if gate is None else gate).element_size(),
+        mixer=layer.attention_mix.fn.element_size(),
+        head=model.head.element_size(),
+        expert=expert,
+        kv_row=rows["window"],
+        index_row=rows.get("csa_index", 0),
+    )
