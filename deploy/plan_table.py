@@ -73,7 +73,7 @@ def _allowed(plan: MemoryPlan, memory: MemorySummary) -> list[str]:
         f"context, batch full    {memory.context_at_full_batch:,} tokens for each of {memory.max_num_seqs}; "
         f"{memory.context_that_fits:,} with all that is left",
         f"longest context        {memory.longest_context:,} tokens, for a request alone",
-        f"longest requests       {memory.largest_batch} at once of {memory.max_model_len:,} tokens, were max_num_seqs so many",
+        f"longest requests       {memory.largest_batch} of {memory.max_model_len:,} tokens at once, by memory alone",
     ]
 
 

@@ -26,7 +26,7 @@ CONTEXT_BYTES = 6 * GIB // 10
 # Never given away: the allocator's round numbers, and what a driver takes later.
 MARGIN_BYTES = GIB // 2
 
-# As in engine.cache, kernels.indexer_decode, kernels.moe_decode and kv_transfer.checksum, which import torch.
+# As in engine.cache, kernels.indexer_decode, engine.model.moe and kv_transfer.checksum, which import torch.
 SCRATCH_BYTES = 16 * MIB
 WORKSPACE_SCORES = 1 << 24
 EXPERTS_TOKENS = 256
