@@ -101,11 +101,18 @@ def _down(argv: list[str]) -> int:
 @verb("plan", "print what `up` would run where, and the memory arithmetic, without starting anything")
 def _plan(argv: list[str]) -> int:
     from deploy.config import add_cluster_flags, load_cluster_config
-    from deploy.status import print_plan
+    from deploy.plan_table import print_plan
 
-    parser = _parser("plan", "Print placement, cache layout and memory plan, and where each setting came from.")
+    parser = _parser(
+        "plan",
+        "Print placement, memory plan and what it allows, and where each setting came from. Needs neither GPUs nor the "
+        "checkpoint of a published model: --gpu-memory-gib says what a GPU has. Exit code 2, with the nearest "
+        "configurations that fit, if it does not fit.",
+    )
     add_cluster_flags(parser)
-    print_plan(load_cluster_config(parse_flags(parser, argv), os.environ))
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    args = parse_flags(parser, argv)
+    print_plan(load_cluster_config(args, os.environ), as_json=args.json)
     return 0
 
 

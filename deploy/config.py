@@ -34,6 +34,7 @@ from engine.flags import (
     require_known,
     resolve,
 )
+from engine.model.published import is_published
 from router.config import RouterConfig
 from router.protocol import WorkerRole
 
@@ -159,11 +160,16 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def resolve_model(model: str, environ: Mapping[str, str]) -> str:
-    """Return the model's folder, absolute; `dsv4-tiny` is written into the cache directory on first use."""
+    """Return the model's folder, absolute; `dsv4-tiny` is written into the cache directory on first use.
+
+    A published model that is not here is returned as it was given: a plan and synthetic weights need its config only.
+    """
     folder = Path(model).expanduser()
     if model == tiny_model.NAME and not folder.exists():
         return str(tiny_model.ensure_tiny_model(environ))
     if not (folder / "config.json").is_file():
+        if is_published(model):
+            return model
         raise ConfigError(
             f"model = {model!r}: {folder / 'config.json'} does not exist; wanted a folder with config.json and "
             f"safetensors files, or the name {tiny_model.NAME}"

@@ -13,8 +13,9 @@ from deploy.config import ClusterConfig
 from deploy.placement import Placement, place
 from engine.flags import ConfigError
 from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.config import load_config, shard_paths
+from engine.model.config import shard_paths
 from engine.numa import SYSFS, NumaTopology, discover
+from engine.served_model import served_model
 
 DISTRIBUTION = "isthmus"
 PACKAGES = ("router", "prefill_worker", "decode_worker", "kv_transfer", "kernels", "engine", "bench", "deploy")
@@ -22,28 +23,50 @@ PACKAGES = ("router", "prefill_worker", "decode_worker", "kv_transfer", "kernels
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found to hold. plans: one per group, in the order of ClusterConfig.groups."""
+    """What was found to hold. placements, plans: one per group, in the order of ClusterConfig.groups.
+
+    published: name of the built-in config that stands in for a model folder which is not here; "": the folder is.
+    unplaced: why there are no placements; "": there are.
+    """
 
     topology: NumaTopology
     placements: tuple[Placement, ...]
     plans: tuple[MemoryPlan, ...]
+    published: str = ""
+    unplaced: str = ""
 
 
-def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True) -> Preflight:
-    """Check names, ports, model files, memory plan and placement. Raises ConfigError, the first thing that is wrong."""
+def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True, is_plan: bool = False) -> Preflight:
+    """Check names, ports, model files, memory plan and placement. Raises ConfigError, the first thing that is wrong.
+
+    is_plan: for another machine, maybe: this one need not have the GPUs, nor a published model's files.
+    """
     require_own_packages()
     if needs_port:
         require_free_port(config.router.host, config.router.port)
     topology = discover(sysfs)
-    placements = place(config.groups, topology)
-    plans = []
+    placements, unplaced = _place(config, topology, is_plan=is_plan)
+    plans, published = [], ""
     for group in config.groups:
         try:
-            plans.append(plan_memory(group, load_config(group.model)))
-            shard_paths(group.model)
+            model = served_model(group, needs_folder=not is_plan)
+            plans.append(plan_memory(group, model.config))
+            published = Path(group.model).name if model.is_published else ""
+            if not (is_plan and model.is_published) and group.load_format != "synthetic":
+                shard_paths(group.model)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{group.worker_id}: {error}") from None
-    return Preflight(topology, placements, tuple(plans))
+    return Preflight(topology, placements, tuple(plans), published, unplaced)
+
+
+def _place(config: ClusterConfig, topology: NumaTopology, *, is_plan: bool) -> tuple[tuple[Placement, ...], str]:
+    """Return placements, or none and why, where a plan is for other GPUs than this machine has."""
+    try:
+        return place(config.groups, topology), ""
+    except ConfigError as error:
+        if is_plan and any(group.device == "cuda" for group in config.groups):
+            return (), str(error)
+        raise
 
 
 def require_free_port(host: str, port: int) -> None:

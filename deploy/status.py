@@ -1,4 +1,4 @@
-"""`isthmus status`, `isthmus down` and `isthmus plan`: what runs, its end, and what would run."""
+"""`isthmus status` and `isthmus down`: what runs, and its end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from deploy import preflight, state
-from deploy.config import ClusterConfig
+from deploy import state
 from deploy.state import ClusterState
 from engine.flags import ConfigError
 
@@ -59,24 +58,6 @@ def down(*, port: int | None, every: bool, timeout_s: float, environ: Mapping[st
         ports = ", ".join(str(cluster.port) for cluster in chosen)
         raise ConfigError(f"--port: several clusters run (ports {ports}); name one, or use --all")
     return max(_stop(cluster, timeout_s, environ) for cluster in chosen)
-
-
-def print_plan(config: ClusterConfig) -> None:
-    """Print what `up` would run, with the arithmetic and the origin of each setting that is not a default."""
-    found = preflight.check(config, needs_port=False)
-    _console.print(f"{config.served_model_name} from {config.model}   (configuration: {config.source})")
-    _console.print(f"router    {config.router.url}")
-    for placement, plan in zip(found.placements, found.plans, strict=True):
-        group = placement.config
-        port = f"port {group.port}" if group.port else "a free port"
-        _console.print(
-            f"\n{group.worker_id}: 1 leader on {group.host}, {port}; {group.ranks} rank(s) on {group.device}"
-        )
-        _console.print(f"  {placement.describe()}")
-        _console.print(plan.table())
-        given = {name: origin for name, origin in config.origins[group.worker_id].items() if origin != "default"}
-        for name, origin in given.items():
-            _console.print(f"  {name:<22} {getattr(group, name)!s:<14} {origin}")
 
 
 def _worker_table(topology: Mapping[str, Any]) -> Table:

@@ -30,7 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: tokens of one prefill chunk.   max_num_seqs: sequences of one batch.
     max_model_len: prompt and output of one request; 0 means the model's own maximum, as far as memory allows.
     block_size: tokens of a block, a multiple of every compression ratio.
-    num_blocks: 0 means as many as fit into kv_cache_memory_gib.
+    num_blocks: 0 means as many as fit.
+    kv_cache_memory_gib: what the cache may take at most; 0 means all that is left of a GPU.
     landings_ahead: reservations that decode accepts beyond max_num_seqs.   waiting_ahead: the same at prefill.
     ranks: processes of the group, one per GPU.   numa_node: -1 means unpinned.
     cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.

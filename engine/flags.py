@@ -67,8 +67,12 @@ FIELDS = (
     Field("index_cache_dtype", _MEMORY, "index keys of packed rows: fp8 (132 bytes a key) or fp4 (68)"),
     Field("index_hadamard", _MEMORY, "rotate index keys before rounding: true, false; default: true for fp4 only"),
     Field("block_size", _MEMORY, "tokens of a cache block, a multiple of every compression ratio", ("--page-size",), 1),
-    Field("num_blocks", _MEMORY, "blocks of the pool; 0: as many as fit into kv_cache_memory_gib"),
-    Field("kv_cache_memory_gib", _MEMORY, "GiB of each rank's memory that the cache may take"),
+    Field("num_blocks", _MEMORY, "blocks of the pool; 0: as many as fit"),
+    Field(
+        "kv_cache_memory_gib",
+        _MEMORY,
+        "GiB that each rank's cache may take; 0: all that is left of a GPU",
+    ),
     Field("gpu_memory_gib", _MEMORY, "GiB of each GPU; 0: what it has (isthmus plan: must be given without a GPU)"),
     Field("pool_poison", _MEMORY, "fill pools with NaN at start, to prove that nothing unwritten is read"),
     Field(

@@ -24,6 +24,7 @@ from engine import plan as messages
 from engine.config import EngineConfig
 from engine.errors import Draining, InvalidRequest, NotReady, RequestError, WorkerLost
 from engine.loop import EngineLoop
+from engine.memory_plan import MemoryPlan
 from engine.seams import Fault
 from router import protocol
 from router.protocol import SequenceOutput, WorkerState, WorkerStats
@@ -49,8 +50,12 @@ class Front:
         model_fingerprint: str,
         layout_fingerprint: str,
         stats: Callable[[], Awaitable[WorkerStats]],
+        plan: MemoryPlan | None = None,
     ) -> None:
+        """plan: what /info says of memory, until ranks have measured theirs."""
         self.config, self.generation, self.limits = config, generation, limits
+        self._plan = plan
+        self._memory = plan.summary() if plan is not None else None
         self._model_fingerprint = model_fingerprint
         # Arithmetic and rotation of index keys change what the cache means, as other weights would.
         numerics = f"{config.dtype}{'-hadamard' if config.uses_hadamard else ''}"
@@ -105,7 +110,15 @@ class Front:
                 f"{self._model_fingerprint}: the folder changed while starting; start again"
             )
         else:
+            self._show_memory()
             self.set_state("ready")
+
+    def _show_memory(self) -> None:
+        """Put the figures of the rank that has least left in place of the plan's; ranks have made sure that it fits."""
+        measured = [rank.memory for rank in self._ranks if rank.memory is not None]
+        if self._plan is not None and measured:
+            tightest = min(measured, key=lambda memory: memory.free_bytes)
+            self._memory = self._plan.corrected(tightest).summary()
 
     def _become_failed(self, reason: str) -> None:
         log.error("failed: %s", reason)
@@ -143,6 +156,7 @@ class Front:
             ranks=[protocol.RankInfo(rank=r.rank, pid=r.pid, device=r.device, numa=r.numa) for r in self._ranks],
             fingerprints=self.fingerprints,
             limits=self.limits,
+            memory=self._memory,
             transport=self._ranks[0].transport if self._ranks else "",
             endpoints=[r.endpoint for r in self._ranks],
             stats=self._stats,

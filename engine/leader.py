@@ -32,9 +32,10 @@ from engine.config import EngineConfig
 from engine.front import Front, command, seam_routes
 from engine.loop import EngineLoop
 from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.config import DeepSeekV4Config, load_config, model_fingerprint
+from engine.model.config import DeepSeekV4Config
 from engine.profiles import profile_route
 from engine.ring import LeaderEnd
+from engine.served_model import served_fingerprint, served_model
 from router import protocol
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class _Leader:
     async def main(self, stop: threading.Event | None) -> int:
         config = self._config
         numa.bind(node=config.numa_node, cpus=config.cpus)
-        model = load_config(config.model)
+        model = served_model(config).config
         plan = plan_memory(config, model)
         end = LeaderEnd(config.ranks)
         generation = time.time_ns()
@@ -107,9 +108,10 @@ class _Leader:
                 num_blocks=plan.num_blocks,
                 vocab_size=model.vocab_size,
             ),
-            model_fingerprint=model_fingerprint(config.model),
+            model_fingerprint=served_fingerprint(config),
             layout_fingerprint=plan.layout.fingerprint(),
             stats=lambda: asyncio.wrap_future(loop.call(lambda worker: worker.stats())),
+            plan=plan,
         )
         loop: EngineLoop[Any] = EngineLoop(end, front)
         listener = _listen(config.host, config.port)

@@ -152,8 +152,25 @@ class RankProgress(PlanMessage, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class MeasuredMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's device holds once all is allocated and captured, in bytes.
+
+    device_bytes, free_bytes: as CUDA tells, after the allocator has given back what it does not use.
+    weight_bytes: when they were loaded and the model was built.   workspace_bytes: what the allocator holds beyond
+    weights and pools, the tensors of graphs included.   graph_bytes: what captures took besides.
+    graph_nodes: of each graph, by the sequences it has room for; each was captured, and replayed once.
+    """
+
+    device_bytes: int
+    free_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
+    graph_nodes: dict[int, int] = {}
+
+
 class RankReady(PlanMessage, frozen=True, kw_only=True):
-    """The rank can take plans. endpoint: encoded kv_transfer Endpoint."""
+    """The rank can take plans. endpoint: encoded kv_transfer Endpoint.   memory: None on the CPU."""
 
     rank: int
     pid: int
@@ -162,6 +179,7 @@ class RankReady(PlanMessage, frozen=True, kw_only=True):
     transport: str
     endpoint: bytes
     model_fingerprint: str
+    memory: MeasuredMemory | None = None
 
 
 class StepResult(PlanMessage, frozen=True, kw_only=True):

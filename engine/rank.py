@@ -27,8 +27,8 @@ from engine.config import EngineConfig
 from engine.leader import LeaderAddress
 from engine.logits_log import LogitsLog
 from engine.memory_plan import plan_memory
-from engine.model.config import load_config
 from engine.ring import PeerGone, Waiter, open_rank_end
+from engine.served_model import served_model
 from kv_transfer.landing import Endpoint, encode
 from kv_transfer.transports import make_transport
 
@@ -125,7 +125,7 @@ class RankProcess:
         from engine.runner import ModelRunner
 
         torch.set_num_threads(config.threads)
-        plan = plan_memory(config, load_config(config.model))
+        plan = plan_memory(config, served_model(config).config)
         self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots, rank=self._rank)
         self._runner.load(lambda text: self._progress("loading", text))
         if config.logits_log:

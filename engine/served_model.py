@@ -28,20 +28,27 @@ def served_model(config: EngineConfig, *, needs_folder: bool = True) -> ServedMo
     """Return the model of a group. Raises engine.model.config.ConfigError.
 
     Where there is no folder, the published config of that name stands in for it when no weights are read: for synthetic
-    ones, and with needs_folder=False, for a plan. Synthetic experts are NVFP4 where the model's are in four bits.
+    ones, and with needs_folder=False, for a plan. Synthetic weights have the forms of an NVFP4 checkpoint.
     """
     is_synthetic = config.load_format == "synthetic"
     stands_in = is_published(config.model) and not (Path(config.model) / "config.json").exists()
     stands_in = stands_in and (is_synthetic or not needs_folder)
     model = published_config(config.model) if stands_in else load_config(config.model)
-    if is_synthetic and model.stored_experts == "mxfp4":
-        model = msgspec.structs.replace(model, stored_experts="nvfp4")
+    if is_synthetic:
+        model = msgspec.structs.replace(
+            model, stored_matrices="fp8", stored_experts="nvfp4", weight_block_size=(128, 128)
+        )
     return ServedModel(model.first_layers(config.num_layers), stands_in)
 
 
 def shard_of(config: EngineConfig, rank: int = 0) -> Shard:
-    """Return the part of the model that a rank holds: its own, or the one that it is told to play."""
-    return Shard.parse(config.simulate_rank) if config.simulate_rank else Shard(rank, config.ranks)
+    """Return the part of the model that a rank holds: its own, or the one that it is told to play.
+
+    On the CPU every rank computes the whole model: there is no exchange between them.
+    """
+    if config.simulate_rank:
+        return Shard.parse(config.simulate_rank)
+    return Shard(rank, config.ranks) if config.device == "cuda" else Shard()
 
 
 def served_fingerprint(config: EngineConfig) -> str:

@@ -292,6 +292,43 @@ class Limits(Message, frozen=True, kw_only=True, omit_defaults=False):
     vocab_size: int
 
 
+class MemoryPart(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """One thing that a rank's memory goes to. how: the arithmetic, for people.
+
+    planned_bytes: what num_bytes was before it was measured; 0: it was not.
+    """
+
+    name: str
+    num_bytes: int
+    how: str = ""
+    planned_bytes: int = 0
+
+
+class MemorySummary(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """What the memory of each rank goes to, and what that allows; measured ones are of the rank with least left.
+
+    device_bytes: all there is; 0: not planned (CPU).   left_bytes: given to nobody.
+    cache_tokens: of all sequences together.   context_at_full_batch: tokens of each when max_num_seqs run;
+    context_that_fits: the same if the cache took all that is left and max_model_len allowed it.
+    longest_context: that one request could have.   largest_batch: of requests of max_model_len tokens each.
+    graph_sizes: sequences of each captured step.   graph_nodes: by those, once it was captured and replayed.
+    """
+
+    device_bytes: int
+    parts: list[MemoryPart]
+    left_bytes: int
+    cache_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    context_at_full_batch: int
+    context_that_fits: int
+    longest_context: int
+    largest_batch: int
+    graph_sizes: list[int] = []
+    graph_nodes: dict[int, int] = {}
+    is_measured: bool = False
+
+
 class WorkerStats(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Gauges of this moment. queued_tokens: prompt tokens accepted but not computed yet.
 
@@ -350,6 +387,7 @@ class WorkerInfo(Message, frozen=True, kw_only=True, omit_defaults=False):
     ranks: list[RankInfo] = []
     fingerprints: Fingerprints | None = None
     limits: Limits | None = None
+    memory: MemorySummary | None = None
     transport: str = ""
     endpoints: list[bytes] = []
     stats: WorkerStats = WorkerStats()

@@ -67,6 +67,7 @@ class Worker:
             "ranks": _all_fields(info.ranks) if info else [],
             "fingerprints": _all_fields(info.fingerprints) if info else None,
             "limits": _all_fields(info.limits) if info else None,
+            "memory": _all_fields(info.memory) if info else None,
             "transport": info.transport if info else "",
             "stats": _all_fields(self.stats),
         }
@@ -140,4 +141,6 @@ def _all_fields(value: Any) -> Any:
     """Return a message as plain values, fields at their default included: people read it."""
     if isinstance(value, msgspec.Struct):
         return {field: _all_fields(getattr(value, field)) for field in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: _all_fields(v) for key, v in value.items()}
     return [_all_fields(v) for v in value] if isinstance(value, list | tuple) else value

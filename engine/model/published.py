@@ -8,10 +8,17 @@ from __future__ import annotations
 import importlib.resources
 import json
 from pathlib import Path
+from typing import Any
 
 from engine.model.config import ConfigError, DeepSeekV4Config, parse_config
 
-PUBLISHED = ("DeepSeek-V4-Flash",)
+_FLASH = "DeepSeek-V4-Flash.json"
+_NVFP4 = {"moe_quant_algo": "NVFP4", "group_size": 16}
+# By name: the built-in file, and what is added to its quantization_config.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V4-Flash": (_FLASH, {}),
+    "DeepSeek-V4-Flash-NVFP4": (_FLASH, _NVFP4),
+}
 
 
 def is_published(model: str) -> bool:
@@ -22,6 +29,7 @@ def is_published(model: str) -> bool:
 def published_config(model: str) -> DeepSeekV4Config:
     """Return the config of a published model, given its name or a path that ends in it. Raises ConfigError."""
     if not is_published(model):
-        raise ConfigError(f"{model}: no published config of that name is built in; there is {', '.join(PUBLISHED)}")
-    text = (importlib.resources.files("engine.model") / f"{Path(model).name}.json").read_text(encoding="utf-8")
-    return parse_config(json.loads(text))
+        raise ConfigError(f"{model}: no published config of that name is built in; there are {', '.join(PUBLISHED)}")
+    file, quantization = PUBLISHED[Path(model).name]
+    raw = json.loads((importlib.resources.files("engine.model") / file).read_text(encoding="utf-8"))
+    return parse_config(raw | {"quantization_config": raw["quantization_config"] | quantization})

@@ -1,0 +1,164 @@
+"""What a rank's memory goes to besides the cache: each part in bytes, with its arithmetic, before it is allocated.
+
+Weights and pools are exact. Workspace is an upper bound by the operations of one layer (one layer's tensors make room
+for the next one's). Graphs and what CUDA and its libraries take are constants, which a start measures and puts right.
+On the CPU only weights and cache are counted: the host's memory is nobody's to plan. No torch here.
+"""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.graph_sizes import graph_sizes
+from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.weight_bytes import count_weights
+from engine.served_model import shard_of
+from kv_transfer.layout import KVLayout
+from router.protocol import MemoryPart
+
+MIB, GIB = 2**20, 2**30
+
+# Not measured yet, and generous: a captured graph, a node of it, the nodes of a layer, and those of a step besides.
+GRAPH_BYTES = 2 * MIB
+NODE_BYTES = 8 << 10
+NODES_OF_LAYER, NODES_OF_STEP = 16, 12
+# CUDA context, code of kernels, workspaces of libraries. To be measured at start, like the graphs.
+CONTEXT_BYTES = 6 * GIB // 10
+# Never given away: the allocator's round numbers, and what a driver takes later.
+MARGIN_BYTES = GIB // 2
+
+# As in engine.cache, kernels.indexer_decode, engine.model.moe and kv_transfer.checksum, which import torch.
+SCRATCH_BYTES = 16 * MIB
+WORKSPACE_SCORES = 1 << 24
+EXPERTS_TOKENS = 256
+CHECKSUM_BYTES = 32 * MIB
+
+# Of each of a token's query channels, the operations for prompts hold 19 bytes at once (counted on the CPU, with
+# V4-Flash's heads on one rank and on four), and tiles of keys beside them.
+_PROMPT_BYTES_OF_CHANNEL = 19
+_PROMPT_TILES = 96 * MIB
+# Of a logit, sampling by torch's operations holds about ten words at once: copies, an order, sums.
+_TORCH_SAMPLING_WORDS = 10
+# Of a logit, sampling by kernels: itself, and two lists of values and ids.
+_KERNEL_SAMPLING_WORDS = 5
+
+
+def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout) -> list[MemoryPart]:
+    """Return what is needed before the first slot and block, largest first. Raises ValueError for an impossible cut."""
+    weights = _weights(config, model)
+    if config.device == "cpu":
+        return [weights]
+    local = shard_of(config).of(model)
+    parts = [weights, _scratch(), _context()]
+    if config.role == "decode":
+        parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
+    else:
+        parts += [_prefill_workspace(config, local)]
+    return sorted(parts, key=lambda part: -part.num_bytes)
+
+
+def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Return the batch sizes that a rank captures as graphs."""
+    is_captured = config.device == "cuda" and config.role == "decode" and not config.enforce_eager
+    return graph_sizes(config.max_num_seqs) if is_captured else ()
+
+
+def _weights(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPart:
+    shard = shard_of(config)
+    counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=config.device == "cuda")
+    largest = sorted(counted.parts.items(), key=lambda item: -item[1])[:3]
+    rank = "" if shard.count == 1 else f" of one of {shard.count} ranks"
+    return MemoryPart(
+        name="weights",
+        num_bytes=counted.total,
+        how=f"{model.num_hidden_layers} layers{rank}, experts {counted.experts}, linears {counted.matrices}: "
+        + ", ".join(f"{group} {_size(num_bytes)}" for group, num_bytes in largest),
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def _graphs(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
+    sizes, nodes = captured_sizes(config), NODES_OF_LAYER * local.num_hidden_layers + NODES_OF_STEP
+    how = "none are captured (enforce_eager)"
+    if sizes:
+        how = f"{len(sizes)} of up to {sizes[-1]} sequences, about {nodes} nodes each"
+    return MemoryPart(name="graphs", num_bytes=len(sizes) * (GRAPH_BYTES + nodes * NODE_BYTES), how=how)
+
+
+def _decode_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVLayout) -> MemoryPart:
+    """The tensors of the largest step, one token a sequence: graphs share them."""
+    rows, longest = config.max_num_seqs, config.max_model_len or local.max_position_embeddings
+    columns = layout.num_blocks_for(longest)
+    activations = rows * (_streams(local) + 8 * _queries(local)) + _experts(rows, local)
+    entries = 0
+    if local.layers_of(CSA_RATIO):
+        entries = min(rows * (columns * (layout.block_tokens // CSA_RATIO) + EXPERTS_TOKENS), WORKSPACE_SCORES)
+    scores = 4 * entries + 8 * local.index_topk * (rows + entries // (2 * local.index_topk))
+    logits = 4 * _KERNEL_SAMPLING_WORDS * rows * local.vocab_size
+    table = 4 * rows * (columns + 16)  # block tables, positions, slots, settings
+    return MemoryPart(
+        name="workspace",
+        num_bytes=activations + scores + logits + table,
+        how=f"of {rows} sequences: logits and lists {logits / MIB:,.0f} MiB, indexer's scores {scores / MIB:,.0f}, "
+        f"layer {activations / MIB:,.0f}, block tables {table / MIB:,.1f}",
+    )
+
+
+def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
+    """The tensors of the longest chunk, by operations for any number of tokens."""
+    tokens = config.max_num_batched_tokens
+    activations = tokens * (_streams(local) + _PROMPT_BYTES_OF_CHANNEL * _queries(local)) + _PROMPT_TILES
+    activations += _experts(tokens, local)
+    # The largest linear layer, as float32 and as bfloat16: its codes are dequantised for each chunk.
+    dequantised = 6 * local.q_lora_rank * (local.num_attention_heads * local.head_dim + _index_channels(local))
+    logits = 4 * _TORCH_SAMPLING_WORDS * config.max_num_seqs * local.vocab_size
+    return MemoryPart(
+        name="workspace",
+        num_bytes=activations + dequantised + logits,
+        how=f"of {tokens} tokens: layer {activations / MIB:,.0f} MiB, a dequantised matrix {dequantised / MIB:,.0f}, "
+        f"logits of {config.max_num_seqs} {logits / MIB:,.0f}",
+    )
+
+
+def _sampling_pools(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
+    """For each row: how often each token was said (int16), its bias (float32), whether it is allowed (a bit)."""
+    each = 2 * local.vocab_size + 4 * local.vocab_size + 4 * -(-local.vocab_size // 32)
+    return MemoryPart(
+        name="sampling",
+        num_bytes=config.max_num_seqs * each,
+        how=f"{config.max_num_seqs} rows of history, bias and mask: {each:,} B each",
+    )
+
+
+def _scratch() -> MemoryPart:
+    return MemoryPart(
+        name="transport",
+        num_bytes=SCRATCH_BYTES + 3 * CHECKSUM_BYTES,
+        how="a pool to measure lanes by, and checksums of caches; staging of the host lane lies in host memory",
+    )
+
+
+def _context() -> MemoryPart:
+    return MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, how="context, code of kernels, libraries: by experience")
+
+
+def _streams(local: DeepSeekV4Config) -> int:
+    """Return bytes a token: the streams before and behind a sublayer (bf16), its input and output (float32)."""
+    return (2 * 2 * local.hc_mult + 2 * 4) * local.hidden_size
+
+
+def _queries(local: DeepSeekV4Config) -> int:
+    """Return channels a token: of the attention's queries or the indexer's, which are never held at once."""
+    return max(local.num_attention_heads * local.head_dim, _index_channels(local))
+
+
+def _index_channels(local: DeepSeekV4Config) -> int:
+    return local.index_n_heads * local.index_head_dim if local.layers_of(CSA_RATIO) else 0
+
+
+def _experts(tokens: int, local: DeepSeekV4Config) -> int:
+    """Return bytes between the products of routed experts: rows of both, and shares of sums of the first."""
+    rows, inner = min(tokens, EXPERTS_TOKENS) * local.num_experts_per_tok, local.moe_intermediate_size
+    return rows * (4 * local.hidden_size + 2 * inner) + 4 * 3 * rows * 2 * inner * 4
