@@ -90,8 +90,8 @@ def expert_parts(
 
     routing: of route_tokens, T tokens.   w13: 2 I rows of H channels, w2: H rows of I channels, of the same experts;
     formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert.   tiles: of the first and
-    the last product, instead of the table's. Calls of one stream share counters (scratch.py). Raises ValueError for what does
-    not fit together.
+    the last product, instead of the table's. Calls of one stream share counters (scratch.py). Raises
+    ValueError for what does not fit together.
     """
     hidden, inner = w13.channels, w2.channels
     if w13.rows != 2 * inner or w2.rows != hidden or w13.experts != w2.experts or (w13.parts, w2.parts) != (2, 1):
