@@ -3,7 +3,7 @@
 q_a+kv      both down projections, one matrix; not split among ranks, like all of the indexer and compressors
 q_b         heads' queries, a norm in front; index_q: the indexer's; q_b+index_q: both as one
 o_a, o_b    output projection: a matrix per group of heads, then one
-gate+up, down   of the shared expert
+gate+up, down   of the shared expert, the gates' work included
 csa, hca    compressor's values and gates; csa with the indexer's and its head weights; bf16, summed to float32
 gate        scores of experts;   head: logits of float32 activations, normed before
 """
@@ -21,7 +21,7 @@ from kernels.bench import Bench
 from kernels.gemm import BLOCK
 from kernels.gemm_decode import grouped_linear_decode, linear_decode
 
-HIDDEN, QUERY, INNER, VOCABULARY = 4096, 1024, 2048, 129280
+HIDDEN, QUERY, INNER, VOCABULARY, LIMIT = 4096, 1024, 2048, 129280, 10.0
 RANKS = (1, 2, 4)
 
 
@@ -36,6 +36,7 @@ class Layer:
     is_normed: bool = False
     is_float: bool = False
     is_wide: bool = False  # float32 activations
+    is_gated: bool = False  # half of the rows are gates of the others: they act where activations are not quantised
 
     @property
     def is_quantised(self) -> bool:
@@ -55,7 +56,7 @@ def layers(ranks: int) -> list[Layer]:
         Layer("q_b+index_q", heads + 8192, QUERY, is_normed=True),
         Layer("o_a", 1024, 4096, groups=8 // ranks),
         Layer("o_b", HIDDEN, 8192 // ranks),
-        Layer("gate+up", 2 * INNER // ranks, HIDDEN),
+        Layer("gate+up", 2 * INNER // ranks, HIDDEN, is_gated=True),
         Layer("down", HIDDEN, INNER // ranks),
         Layer("head", VOCABULARY // ranks, HIDDEN, is_float=True, is_wide=True),
     ]
@@ -75,6 +76,7 @@ def benches() -> list[Bench]:
         *(_bench(layer, tokens) for tokens in (1, 64) for layer in SHARED),
         *(_bench(layer, tokens, ranks=n) for n in RANKS for tokens in (1, 64) for layer in layers(n)),
         *(_bench(layer, tokens, ranks=4) for tokens in (8, 16, 32, 256) for layer in layers(4)[:4]),
+        *(_bench(layers(4)[4], tokens, ranks=4) for tokens in (16, 32)),
         *(_bench(layer, tokens) for tokens in (16, 256) for layer in SHARED[:2]),
         *(_bench(layer, tokens, ranks=4) for tokens in (512, 4096) for layer in layers(4)[:4]),
         _bench(SHARED[0], 4096),
@@ -95,6 +97,8 @@ def samples() -> list[Bench]:
         _bench(Layer("fp8 of few rows", 80, 2048), 20),  # programs share the channels
         _bench(Layer("fp8 cut", 80, 208), 5, offset=(48, 64)),
         _bench(Layer("fp8 cut", 80, 208), 20, offset=(48, 64)),
+        _bench(Layer("fp8 gated", 96, 2048, is_gated=True), 5),
+        _bench(Layer("fp8 gated", 96, 2048, is_gated=True), 20),
         _bench(Layer("fp8 groups", 80, 256, groups=3), 5),
         _bench(Layer("fp8 groups", 80, 256, groups=3), 20, quantize=True),
         _bench(Layer("fp8", 80, 320, is_normed=True), 20, quantize=True),
@@ -111,7 +115,7 @@ def _bench(
     layer: Layer, tokens: int, *, ranks: int = 1, quantize: bool = False, offset: tuple[int, int] = (0, 0)
 ) -> Bench:
     x_bytes = layer.groups * layer.channels * (4 if layer.is_wide else 2)
-    out_bytes = layer.groups * layer.rows * (4 if layer.is_float else 2)
+    out_bytes = layer.groups * layer.rows * (4 if layer.is_float else 2) // (2 if layer.is_gated else 1)
     scales = 0 if layer.is_float else layer.bytes // (BLOCK * BLOCK) * 4
     of_rank = f" of {ranks} ranks" if ranks > 1 else ""
     size = f"{layer.groups} x " if layer.groups > 1 else ""
@@ -163,5 +167,5 @@ def make_launch(
     if layer.groups > 1:
         groups = weight.view(layer.groups, layer.rows, layer.channels)
         return lambda **options: grouped_linear_decode(x, groups, scale, **given, **options)
-    given |= {"norm": norm, "offset": offset}
+    given |= {"norm": norm, "offset": offset, "limit": LIMIT if layer.is_gated and not quantize else None}
     return lambda **options: linear_decode(x[:, 0], weight, scale, **given, **options)

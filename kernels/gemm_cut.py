@@ -16,7 +16,8 @@ class Matrix:
     """A layer's weights [groups, rows, channels] as kernels read them.
 
     unit: bytes of a weight.   is_split: whether programs may share the channels.   is_wide: x is float32, which takes
-    twice the registers, or more.   shift: channels of the first block that lie before the matrix.
+    twice the registers, or more.   shift: channels of the first block that lie before the matrix.   is_gated: rows of
+    both halves meet in a program.
     """
 
     rows: int
@@ -26,6 +27,7 @@ class Matrix:
     is_split: bool = True
     is_wide: bool = False
     shift: int = 0
+    is_gated: bool = False
 
 
 def is_few(tile: Tile) -> bool:
@@ -85,7 +87,7 @@ def fit_few(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, i
     is_even = matrix.shift == 0 and matrix.channels * matrix.unit == 128 * share * taken and share % c["DEPTH"] == 0
     c["EVEN"] = int(is_even and matrix.rows % high == 0)
     # Fewer registers make room for a second program, which helps only where there are more than multiprocessors.
-    c["LEAN"] = int(tile.constants["REGISTERS"] > 0 and c["R"] == 1 and c["EVEN"])
+    c["LEAN"] = int(tile.constants["REGISTERS"] > 0 and c["R"] == 1 and c["EVEN"] and not matrix.is_gated)
     return c
 
 

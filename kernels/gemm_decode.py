@@ -36,6 +36,7 @@ from kernels.gemm_cut import (
 )
 from kernels.gemm_held_triton import held_kernel
 from kernels.gemm_triton import few_kernel, many_kernel, norm_kernel, quantize_kernel
+from kernels.moe import gated
 from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
 from kernels.scratch import zeros
@@ -55,6 +56,7 @@ def linear_decode(
     offset: tuple[int, int] = (0, 0),
     norm: Tensor | None = None,
     eps: float = 1e-6,
+    limit: float | None = None,
     quantize: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
@@ -64,6 +66,7 @@ def linear_decode(
     x: [T, K] bfloat16 or float32, any row stride.   weight: [N, K] e4m3, bfloat16 or float32.   scale: float32
     [ceil((offset[0] + N) / 128), ceil((offset[1] + K) / 128)] of an e4m3 weight.   offset: row and column, below 128,
     at which the weight begins within its first tile.   norm: [K], weight of an RMS norm of x over K, with `eps`.
+    limit: the first half of the rows, a multiple of 8, are gates of the others, and moe.gated of both is [T, N / 2].
     quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   Calls of one stream
     share counters (scratch.py). Nothing but x may be written by the kernel before. Raises ValueError for what does not
     fit.
@@ -73,13 +76,17 @@ def linear_decode(
     _check(x, weight, scale, offset, out_dtype, groups=1)
     _check_norm(x, norm)
     _check_quantize(quantize, weight, offset, groups=1)
+    if limit is not None and (weight.shape[0] % 16 or offset[0] or not limit > 0):
+        raise ValueError(f"limit {limit} of {weight.shape[0]} rows at {offset}: wanted one above 0, of 16 n rows at 0")
     if not uses_triton(x):
         given = _quantized(x, norm, eps) if quantize else x.float()
         norm = None if quantize else norm
         weight = weight if scale is not None else weight.float()
-        return linear_reference(given, weight, scale, offset=offset, norm=norm, eps=eps).to(out_dtype)
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
-    _launch(out, x, weight, scale, norm, groups=1, offset=offset, eps=eps, quantize=quantize, tile=tile)
+        sums = linear_reference(given, weight, scale, offset=offset, norm=norm, eps=eps)
+        return (sums if limit is None else gated(*sums.chunk(2, -1), limit=limit)).to(out_dtype)
+    rows = weight.shape[0] if limit is None else weight.shape[0] // 2
+    out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
+    _launch(out, x, weight, scale, norm, groups=1, offset=offset, eps=eps, limit=limit, quantize=quantize, tile=tile)
     return out
 
 
@@ -211,7 +218,7 @@ def _check_quantize(quantize: bool, weight: Tensor, offset: tuple[int, int], *, 
 
 def _launch(
     out: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None,
-    *, groups: int, offset: tuple[int, int], eps: float, quantize: bool, tile: Tile | None,
+    *, groups: int, offset: tuple[int, int], eps: float, quantize: bool, tile: Tile | None, limit: float | None = None,
 ) -> None:  # fmt: skip
     tokens = x.shape[0]
     if not tokens:
@@ -228,7 +235,14 @@ def _launch(
     if few if quantize else held:
         raise ValueError(f"quantize {quantize} with a tile of {dict(tile.constants)}, of another kernel")
     matrix = Matrix(
-        rows, channels, unit, groups, quantize or norm is None, x.dtype == torch.float32 and not quantize, offset[1]
+        rows,
+        channels,
+        unit,
+        groups,
+        quantize or norm is None,
+        x.dtype == torch.float32 and not quantize,
+        offset[1],
+        limit is not None,
     )
     cut = fit(tile, tokens, matrix, sms=sm_count(x.device))
     if few and offset[0] % 16:
@@ -241,16 +255,16 @@ def _launch(
         slots = grid[0] * groups * grid[2]
         part = torch.empty(slots * splits * high * wide, dtype=torch.float32, device=x.device)
         counters = _counters(x.device, slots)
-    fixed: dict[str, Any] = {"PDL": pdl, "num_stages": tile.num_stages, **cut}
+    fixed: dict[str, Any] = {"LIMIT": limit, "PDL": pdl, "num_stages": tile.num_stages, **cut}
     fixed |= {"launch_pdl": True} if pdl else {}
     fixed |= {} if held else {"SHIFT": offset[1], "KIND": kind}
     if few:
         registers = _register_limit(tile, cut, is_wide=x.dtype == torch.float32)
-        limit = {} if registers is None else {"maxnreg": registers}
+        most = {} if registers is None else {"maxnreg": registers}
         few_kernel[grid](
             out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
             x.stride(0), out.stride(0), eps, rows, channels * unit // 16, offset[0], splits,
-            num_warps=cut["KS"] * cut["RS"], **fixed, **limit,
+            num_warps=cut["KS"] * cut["RS"], **fixed, **most,
         )  # fmt: skip
         return
     if quantize:
@@ -308,7 +322,6 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (1, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
     (1, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
     (1, 8192, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (1, 1024, 4096, _FP8, "*bf16", "*bf16", False, False),  # programs share the channels
     (1, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
     (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (1, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
@@ -347,14 +360,18 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     (32, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
     (4096, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
 )
+# tokens and rows of e4m3 gates and values of 4096 channels, as of the shared expert
+_GATED = ((1, 1024), (1, 2048), (1, 4096), (16, 1024), (32, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024))
+_LIMIT = 10.0
 _UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
 
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate."""
     found: dict[str, Variant] = {}
-    for shape in _SHAPES:
-        variant = _variant(arch, *shape)
+    plain = [_variant(arch, *shape) for shape in _SHAPES]
+    gates = [_variant(arch, *shape, 4096, _FP8, "*bf16", "*bf16", False, False, _LIMIT) for shape in _GATED]
+    for variant in plain + gates:
         found.setdefault(repr((variant.kernel, variant.signature, variant.constants, variant.maxnreg)), variant)
     quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
     for channels, is_normed in [(1024, True), *quantised]:
@@ -375,13 +392,16 @@ def variants(arch: str) -> list[Variant]:
 
 
 def _variant(
-    arch: str, tokens: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str, normed: bool, quantize: bool
-) -> Variant:
+    arch: str, tokens: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str,
+    normed: bool, quantize: bool, limit: float | None = None,
+) -> Variant:  # fmt: skip
     unit = torch.empty((), dtype=dtype).element_size()
     tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
     few, held = is_few(tile), is_held(tile)
     kernel: Any = few_kernel if few else held_kernel if held else many_kernel
-    matrix = Matrix(rows, channels, unit, 1, quantize or not normed, x == "*fp32" and not quantize)
+    matrix = Matrix(
+        rows, channels, unit, 1, quantize or not normed, x == "*fp32" and not quantize, is_gated=limit is not None
+    )  # fmt: skip
     cut = fit(tile, tokens, matrix, sms=MULTIPROCESSORS[arch])
     is_split = cut.pop("SPLIT") > 1
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
@@ -392,7 +412,7 @@ def _variant(
     absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
     absent += [] if is_split else ["part_ptr", "counter_ptr"]
     absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
-    fixed: dict[str, Any] = {"PDL": True, **cut, **dict.fromkeys(absent)}
+    fixed: dict[str, Any] = {"LIMIT": limit, "PDL": True, **cut, **dict.fromkeys(absent)}
     fixed |= {} if held else {"SHIFT": 0, "KIND": KINDS[dtype]}
     fixed |= {} if few or held else {"STAGES": tile.num_stages if quantize else None}
     return Variant(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gemm_triton import finish, group_and_share
+from kernels.gemm_triton import finish, group_and_share, weight_row
 
 
 @triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
@@ -20,7 +20,7 @@ def held_kernel(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, splits,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, SHARES: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, group rows + row] = sum over the channels. Grid (tiles of rows, groups x splits, token tiles).
 
@@ -34,7 +34,7 @@ def held_kernel(
     first = split * STEPS
     channel = first * 128 + tl.arange(0, 128)
     weights, scales, given, x_scales = (), (), (), ()
-    inside = group * rows + tl.minimum(row, rows - 1)
+    inside = group * rows + weight_row(tl.minimum(row, rows - 1), rows, LIMIT is not None)
     w_row = w_ptr + inside.to(tl.int64)[:, None] * channels
     scale_line = scale_ptr + (row_shift + inside) // 128 * columns
     for k in tl.static_range(STEPS):
@@ -64,5 +64,5 @@ def held_kernel(
         total += sums * scales[k][:, None] * x_scales[k][None, :]
     finish(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
-        BLOCK_R, BLOCK_T, SHARES,
+        BLOCK_R, BLOCK_T, SHARES, LIMIT,
     )  # fmt: skip

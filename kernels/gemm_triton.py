@@ -45,6 +45,38 @@ def group_and_share(splits, SHARES: tl.constexpr):
 
 
 @triton.jit
+def weight_row(row, rows, IS_GATED: tl.constexpr):
+    """Return which row of weights a product has as its `row`: if gated eight of the first half, eight of the other."""
+    if IS_GATED:
+        row = row // 16 * 8 + row % 8 + row // 8 % 2 * (rows // 2)
+    return row
+
+
+@triton.jit
+def _halves(x, A: tl.constexpr, N: tl.constexpr):
+    """Return the gates' and the values' rows [A / 2, N] of x [A, N]."""
+    gate, up = tl.split(tl.permute(tl.reshape(x, (A // 16, 2, 8, N)), (0, 2, 3, 1)))
+    return tl.reshape(gate, (A // 2, N)), tl.reshape(up, (A // 2, N))
+
+
+@triton.jit
+def _write(
+    out_ptr, out_stride, total, row, token, tokens, column, rows, A: tl.constexpr, N: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
+    """Write total [A, N], or what its gates leave of its values: see moe.gated."""
+    if LIMIT is None:
+        _store(out_ptr, out_stride, total, row, token, tokens, column, rows)
+    else:
+        gate, up = _halves(total, A, N)
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # comparisons, which let NaN through
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        first, _second = _halves(row[:, None], A, 1)
+        row = tl.reshape(first, (A // 2,))
+        row = row // 16 * 8 + row % 8
+        _store(out_ptr, out_stride, gate / (1.0 + tl.exp(-gate)) * up, row, token, tokens, column, rows // 2)
+
+
+@triton.jit
 def _store(out_ptr, out_stride, total, row, token, tokens, column, rows):
     """Write total [A, N] of rows [A] and tokens [N] behind column `column`."""
     to = out_ptr + token.to(tl.int64)[None, :] * out_stride + (column + row)[:, None]
@@ -54,11 +86,14 @@ def _store(out_ptr, out_stride, total, row, token, tokens, column, rows):
 @triton.jit
 def finish(
     out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
-    A: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
+    A: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Write total [A, N], or, where programs have parts of it, have the last of them write their sum."""
+    """Write total [A, N], or, where programs have parts of it, have the last of them write their sum.
+
+    LIMIT: None, or of gates and values, which alternate by eights (one group): their product is written.
+    """
     if SHARES == 1:
-        _store(out_ptr, out_stride, total, row, token, tokens, group * rows, rows)
+        _write(out_ptr, out_stride, total, row, token, tokens, group * rows, rows, A, N, LIMIT)
     else:
         slot = (group * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0) + tl.program_id(0)
         part_ptr += slot.to(tl.int64) * splits * (A * N)
@@ -72,7 +107,7 @@ def finish(
             for other in tl.static_range(1, SHARES):
                 there = tl.zeros((A, N), tl.int32) + other < splits
                 whole += tl.load(place + other * (A * N), mask=there, other=0.0, cache_modifier=".cg")
-            _store(out_ptr, out_stride, whole, row, token, tokens, group * rows, rows)
+            _write(out_ptr, out_stride, whole, row, token, tokens, group * rows, rows, A, N, LIMIT)
 
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "row_shift", "splits"])
@@ -81,7 +116,7 @@ def few_kernel(
     rows, pieces, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr,
     DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, LEAN: tl.constexpr,
-    PDL: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, group rows + row] = sum over the channels, pieces of 16 bytes.
 
@@ -111,12 +146,13 @@ def few_kernel(
     chunk = split * (share * KS) + warp // RS
     tile = first + tl.arange(0, R)[None, :] * RS + (warp % RS)[:, None]
     half = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * 8
-    row = tile[None, :, :, None] * 16 + half
+    row = weight_row(tile[None, :, :, None] * 16 + half, rows, LIMIT is not None)
     # The scales' rows, in the order of the sums.
-    line = group * rows + row_shift + tile * 16
+    line = tile * 16
     if not LEAN:
         line = tl.reshape(line[:, :, None] + tl.arange(0, 16)[None, None, :], (W, 16 * R))
-    line = line // 128
+        line = weight_row(line, rows, LIMIT is not None)
+    line = (group * rows + row_shift + line) // 128
     if not EVEN:
         line = tl.minimum(line, (group * rows + row_shift + rows - 1) // 128)
     weights, scales = (), ()
@@ -165,7 +201,7 @@ def few_kernel(
     place = tl.reshape(place[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], (RS * R * 16,))
     finish(
         out_ptr, out_stride, part_ptr, counter_ptr, whole, place, tl.program_id(2) * (8 * NB) + tl.arange(0, 8 * NB),
-        tokens, group, rows, split, splits, 16 * R * RS, 8 * NB, SHARES,
+        tokens, group, rows, split, splits, 16 * R * RS, 8 * NB, SHARES, LIMIT,
     )  # fmt: skip
 
 
@@ -182,7 +218,7 @@ def many_kernel(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
@@ -196,7 +232,7 @@ def many_kernel(
     steps = (channels + SHIFT + BLOCK_K - 1) // BLOCK_K
     columns = (channels + SHIFT + 127) // 128
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = tl.minimum(row, rows - 1)
+    inside = weight_row(tl.minimum(row, rows - 1), rows, LIMIT is not None)
     first, last = 0, steps
     if SHARES > 1:
         share = (steps + splits - 1) // splits
@@ -240,7 +276,7 @@ def many_kernel(
             total += sums * w_scale[:, None] * x_scale[None, :]
     finish(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
-        BLOCK_R, BLOCK_T, SHARES,
+        BLOCK_R, BLOCK_T, SHARES, LIMIT,
     )  # fmt: skip
 
 

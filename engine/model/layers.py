@@ -18,6 +18,7 @@ from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
 from kernels.gemm import BLOCK, grouped_linear, linear
 from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode
 from kernels.hyper_connection_decode import Mixer
+from kernels.moe import gated
 from kernels.norm_rope import rms_norm, rotation_at
 from kernels.quant import dequantize_block_fp8
 from kernels.ragged import RaggedBatch
@@ -113,6 +114,20 @@ class Linears:
 
     def _dtype(self, x: Tensor) -> torch.dtype:
         return torch.float32 if self.is_wide else x.dtype
+
+
+class GatedLinear:
+    """silu(min(x W1^T, limit)) * clamp(x W3^T, -limit, limit), in x's dtype; what `gated` says."""
+
+    def __init__(self, gate: Matrix, up: Matrix) -> None:
+        self.both = Linears(gate, up)
+
+    def __call__(self, x: Tensor, *, limit: float, decodes: bool = False) -> Tensor:
+        """x: [T, in].   decodes: with decode kernels."""
+        parts = self.both.parts
+        if decodes and len(parts) == 1:
+            return linear_decode(x, *parts[0], limit=limit, out_dtype=x.dtype)
+        return gated(*self.both(x, decodes=decodes), limit=limit)
 
 
 def _join(matrices: Sequence[Matrix]) -> list[Matrix]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
-from engine.model.layers import Linear, Linears, Matrix, Weights, narrow
+from engine.model.layers import GatedLinear, Linear, Matrix, Weights, narrow
 from kernels.expert_parts import ExpertParts, add_up
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
-from kernels.moe import expert_scores, experts, gated, route
+from kernels.moe import expert_scores, experts, route
 from kernels.moe_decode import expert_parts
 from kernels.moe_gate import route_by_gate
 from kernels.moe_routing import route_tokens
@@ -43,7 +43,7 @@ class MixtureOfExperts:
         self.w13 = _matrices(weights, f"{prefix}.experts.w13")
         self.w2 = _matrices(weights, f"{prefix}.experts.w2")
         shared = f"{prefix}.shared_experts"
-        self.shared_w13 = Linears(*(Matrix.take(weights, f"{shared}.{name}") for name in ("w1", "w3")))
+        self.shared_w13 = GatedLinear(*(Matrix.take(weights, f"{shared}.{name}") for name in ("w1", "w3")))
         self.shared_w2 = Linear(weights, f"{shared}.w2")
         self.top_k, self.scaling, self.limit = (
             config.num_experts_per_tok,
@@ -78,8 +78,7 @@ class MixtureOfExperts:
         return routed + self._shared(x, decodes=False)
 
     def _shared(self, x: Tensor, *, decodes: bool) -> Tensor:
-        gate, up = self.shared_w13(x, decodes=decodes)
-        return self.shared_w2(gated(gate, up, limit=self.limit), decodes=decodes)
+        return self.shared_w2(self.shared_w13(x, limit=self.limit, decodes=decodes), decodes=decodes)
 
     def _read_once(
         self, x: Tensor, token_ids: Tensor, add: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights

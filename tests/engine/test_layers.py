@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, narrow
+from engine.model.layers import GatedLinear, GroupedLinear, Linear, Linears, Matrix, RMSNorm, narrow
 from kernels.quant import dequantize_block_fp8
 
 
@@ -44,6 +44,20 @@ def test_matrices_that_read_one_input_are_one_where_they_can_be(first, second, p
     for which, (out, value) in enumerate(zip(layer(x, decodes=decodes), values, strict=True)):
         torch.testing.assert_close(out, x @ value.T, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(layer.only(which, x), x @ value.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("is_e4m3", [(True, True), (True, False)], ids=["e4m3", "both"])
+def test_gates_act_on_values_whether_they_are_one_matrix_or_not(is_e4m3, decodes):
+    weights, values = {}, []
+    for name, kind in zip("ab", is_e4m3, strict=True):
+        stored, value = matrix(name, 128, is_e4m3=kind)
+        weights |= stored
+        values.append(value)
+    layer, x = GatedLinear(*(Matrix.take(weights, name) for name in "ab")), draw(1, 3, 64)
+    gate, up = (x @ value.T for value in values)
+    wanted = torch.nn.functional.silu(gate.clamp(max=2.0)) * up.clamp(-2.0, 2.0)
+    torch.testing.assert_close(layer(x, limit=2.0, decodes=decodes), wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("decodes", [False, True])

@@ -37,6 +37,7 @@ class Case:
     offset: tuple[int, int] = (0, 0)
     normed: bool = False
     quantize: bool = False
+    limit: float | None = None
     gap: int = 0
     few: int | None = None
     many: int | None = None
@@ -60,6 +61,9 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(tokens, 4096, 2048) for tokens in batches),
         *(Case(tokens, 1024, 4096, groups=2) for tokens in (1, 16, 64, 256)),
         *(Case(tokens, 1536, 4096, out_dtype="bfloat16") for tokens in (1, 16, 64)),
+        *(Case(tokens, 1024, 4096, limit=10.0, out_dtype="bfloat16") for tokens in batches),
+        *(Case(tokens, 4096, 4096, limit=10.0) for tokens in (1, 16, 64)),
+        *(Case(tokens, 64, 256, limit=1.0, dtype=dtype) for tokens in (3, 64) for dtype in ("bfloat16", "float32")),
         *(Case(tokens, 4096, 512, gap=64) for tokens in (1, 64)),
         *(Case(tokens, 8192, 128, x_dtype="float32", normed=True) for tokens in (1, 4, 64)),
         *(Case(tokens, 128, 2048, x_dtype="float32", groups=4) for tokens in (4, 64)),
@@ -94,8 +98,8 @@ def make(case: Case, device: str, *, seed: int = 0):
     """Return the case's inputs."""
     return load("gemm_cases").make_case(
         case.tokens, case.rows, case.channels, dtype=getattr(torch, case.dtype), x_dtype=getattr(torch, case.x_dtype),
-        offset=case.offset, groups=case.groups, normed=case.normed, quantize=case.quantize, gap=case.gap, seed=seed,
-        device=device,
+        offset=case.offset, groups=case.groups, normed=case.normed, quantize=case.quantize, limit=case.limit,
+        gap=case.gap, seed=seed, device=device,
     )  # fmt: skip
 
 

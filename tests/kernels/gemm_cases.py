@@ -9,6 +9,7 @@ import torch
 
 from kernels.gemm import dequantize_slice
 from kernels.gemm_decode import grouped_linear_decode, linear_decode
+from kernels.moe import gated
 from kernels.quant import dequantize_e4m3, quantize_e4m3
 from kernels.tiles import Tile
 
@@ -25,13 +26,15 @@ class Case:
     offset: tuple[int, int] = (0, 0)
     norm: torch.Tensor | None = None
     quantize: bool = False
+    limit: float | None = None
 
     def run(self, **options) -> torch.Tensor:
         if self.weight.dim() == 3:
             return grouped_linear_decode(self.x, self.weight, self.scale, quantize=self.quantize, **options)
         return linear_decode(
-            self.x, self.weight, self.scale, offset=self.offset, norm=self.norm, quantize=self.quantize, **options
-        )
+            self.x, self.weight, self.scale, offset=self.offset, norm=self.norm, limit=self.limit,
+            quantize=self.quantize, **options,
+        )  # fmt: skip
 
     def expect(self) -> torch.Tensor:
         """Return the sums in float64, of x as given or normed, or of that, rounded to x's dtype, as quantised."""
@@ -43,7 +46,9 @@ class Case:
             rows = x.to(self.x.dtype).reshape(x.shape[0], -1)
             codes, scale = quantize_e4m3(torch.nn.functional.pad(rows, (0, -rows.shape[1] % 128)), 128)
             x = dequantize_e4m3(codes, scale, 128)[:, : rows.shape[1]].view(x.shape).double()
-        return torch.einsum("tgi,gri->tgr", x, w.view(self.weight.shape)) if self.weight.dim() == 3 else x @ w.T
+        if self.weight.dim() == 3:
+            return torch.einsum("tgi,gri->tgr", x, w.view(self.weight.shape))
+        return x @ w.T if self.limit is None else gated(*(x @ w.T).chunk(2, -1), limit=self.limit)
 
     def fault(self, **options) -> str:
         """Return how the sums differ from the reference, "" if not.
@@ -79,6 +84,7 @@ def make_case(
     groups: int = 0,
     normed: bool = False,
     quantize: bool = False,
+    limit: float | None = None,
     gap: int = 0,
     seed: int = 0,
     device: str = "cpu",
@@ -103,7 +109,7 @@ def make_case(
         x *= 3
     if groups:
         x, weight = x.unflatten(1, (groups, channels)), weight.view(groups, rows, channels)
-    return Case(x, weight, scale, offset, norm, quantize)
+    return Case(x, weight, scale, offset, norm, quantize, limit)
 
 
 def few_tile(ks=1, rs=1, r=1, depth=1, split=1, registers=0) -> Tile:

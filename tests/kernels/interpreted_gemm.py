@@ -1,5 +1,6 @@
 """Linear layers' kernels against float64; what the wrappers allocate is NaN to begin with."""
 
+import dataclasses
 import importlib.util
 import math
 import sys
@@ -122,6 +123,37 @@ def test_tokens_may_lie_apart(tokens):
 
 def test_the_table_has_tiles_for_many_tokens():
     assert make_case(70, 20, 64).fault() == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [
+        (3, few(ks=2, depth=2)),
+        (9, few(ks=2, rs=2, r=2, split=3)),
+        (18, many()),
+        (18, many(rows=128, columns=16, split=2)),
+        (18, held()),
+    ],
+    ids=lambda value: str(list(value.constants.values())) if hasattr(value, "constants") else str(value),
+)
+def test_gates_act_on_what_they_open(tokens, tile):
+    """A limit that many sums exceed, and scales that differ between gates and values."""
+    case = make_case(tokens, 288, 640, limit=30.0, quantize="STEPS" in tile.constants)
+    sums = dataclasses.replace(case, limit=None).run(out_dtype=FP32)
+    assert 0.2 < float((sums.abs() > 30).float().mean()) < 0.8
+    assert case.fault(tile=tile) == ""
+
+
+@pytest.mark.parametrize("tile", [few(), many()], ids=["few", "many"])
+@pytest.mark.parametrize("row", [5, 21], ids=["gate", "value"])
+def test_a_gate_or_a_value_that_is_no_number_spoils_its_channel_and_no_other(tile, row):
+    case = make_case(3, 32, 128, dtype=BF16, limit=10.0)
+    before = case.run(tile=tile)
+    case.weight[row] = math.nan
+    after = case.run(tile=tile)
+    assert bool(after[:, 5].isnan().all())
+    kept = torch.arange(16) != 5
+    assert torch.equal(after[:, kept], before[:, kept])
 
 
 def test_both_output_types():

@@ -60,6 +60,11 @@ def test_a_norm_is_rounded_to_the_dtype_of_x_before_it_is_quantised():
     assert not torch.equal(plain, linear_decode(normed, case.weight, case.scale, quantize=True))
 
 
+def test_gates_and_values_are_halves_of_the_rows():
+    case = make_case(3, 288, 300, limit=5.0)
+    assert case.fault() == ""
+
+
 def test_joined_weights_give_both_outputs():
     first, last = make_case(3, 256, 300, seed=1), make_case(3, 40, 300, seed=2)
     weight, scale = join_weights((first.weight, last.weight), (first.scale, last.scale))
@@ -111,6 +116,8 @@ def test_no_tokens_at_all():
         ({"norm": torch.zeros(128)[::2]}, r"strides \(2,\)"),
         ({"offset": (0, 64), "quantize": True}, "whole tiles along K"),
         ({"out_dtype": torch.float16}, "out_dtype torch.float16"),
+        ({"limit": 1.0}, "limit 1.0 of 20 rows"),
+        ({"limit": 0.0, "weight": torch.zeros(32, 64).to(FP8)}, "limit 0.0 of 32 rows"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, said):
