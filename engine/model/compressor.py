@@ -14,7 +14,7 @@ from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
 from kernels.gemm_decode import linear_decode
 from kernels.indexer import index_entries
-from kernels.indexer_decode import index_query, index_select
+from kernels.indexer_decode import IndexQuery, index_select
 from kernels.norm_rope import rope
 from kernels.quant import hadamard
 from kernels.ragged import DecodeBatch, RaggedBatch
@@ -102,15 +102,13 @@ class Indexer:
         weight = self.head_weight(x).float() * self.scale
         return index_entries(query, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
-    def select_decode(
-        self, x: Tensor, latent: Tensor, batch: DecodeBatch, rotation: Tensor, *, keys: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return selected [T, top_k] int32 and is_finite [T] with decode kernels, for keys of a quantised format."""
+    def queries(self, x: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `cache_write` makes ready: queries [T, heads, D] and the heads' weights [T, heads]."""
         query = self.query(latent, norm=self.query_norm, decodes=True).view(-1, self.heads, self.dim)
-        weight = self.head_weight(x, decodes=True)
-        ready = index_query(
-            query, weight, batch, rotation, fmt=keys.format, scale=self.scale, hadamard=self._rotates(keys)
-        )
+        return query, self.head_weight(x, decodes=True)
+
+    def select_decode(self, ready: IndexQuery, batch: DecodeBatch, *, keys: Rows) -> tuple[Tensor, Tensor]:
+        """Return selected [T, top_k] int32 and is_finite [T] with decode kernels, for keys of a quantised format."""
         return index_select(ready, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
     def _rotates(self, keys: Rows) -> bool:
