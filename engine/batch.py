@@ -131,10 +131,14 @@ class RunningSequences:
         self[step.seq].block_ids.extend(step.new_block_ids)
 
     def note(self, steps: Sequence[SequenceStep], tokens: dict[int, int], failed: dict[int, str]) -> None:
-        """Remember how steps have ended, by sequence: it decides what PREVIOUS means in the next."""
+        """Remember how steps have ended, by sequence: it decides what PREVIOUS means in the next.
+
+        A sequence may have ended meanwhile: the plan that says so may be launched before the result of a step is here.
+        """
         for step in steps:
-            sequence = self[step.seq]
-            sequence.sampled, sequence.problem = tokens.get(step.seq), failed.get(step.seq, "")
+            sequence = self._running.get(step.seq)
+            if sequence is not None:
+                sequence.sampled, sequence.problem = tokens.get(step.seq), failed.get(step.seq, "")
 
     def take(self, steps: Sequence[SequenceStep]) -> list[RunningSequence]:
         """Take the new blocks of `steps` and move lengths on; return their sequences.

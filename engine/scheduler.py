@@ -236,6 +236,8 @@ class Scheduler:
             return Progress(sequence)
         branches = tuple(self._append(branch, sampled) for branch in sequence.branches)
         progress = self._append(sequence, sampled)
+        if progress.finish_reason is None and not branches:
+            return progress  # of every sequence in every step
         is_out = progress.finish_reason is not None and self.remove(sequence)
         return dataclasses.replace(progress, branches=branches, is_out=is_out)
 

@@ -80,6 +80,15 @@ def test_what_failed_is_the_problem_of_the_step_ahead_alone(running):
     assert running.problem_of(step(1, 0, 4)) == ""
 
 
+def test_a_step_may_end_after_its_sequence(running):
+    running.start(start(1, block_ids=[6]))
+    first = [step(1, 0, 4, sample=True)]
+    running.pack(first, "cpu")
+    running.end(1)
+    running.note(first, {1: 77}, {})
+    assert len(running) == 0
+
+
 def test_a_sequence_that_arrived_from_prefill_begins_anywhere(running):
     running.start(start(1, block_ids=[6, 7, 8], token_ids=list(range(21)), num_outputs=1))
     assert running.pack([step(1, 20, 1)], "cpu").ragged.spans == ((20, 1),)

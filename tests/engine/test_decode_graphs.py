@@ -88,6 +88,24 @@ def test_a_step_launched_ahead_runs_the_tokens_of_the_one_before(make_runner):
     assert len({token for tokens in found for _, token in tokens}) > 2
 
 
+def test_a_row_is_taken_over_while_the_last_step_of_who_ended_is_under_way(make_runner):
+    """Sequence 1 ends with its first token, which is known when the second is under way and wasted."""
+    plans = [
+        StepPlan(number=1, starts=[start(1), start(3)], steps=[first(1), first(3)]),
+        StepPlan(number=2, steps=[step(1, 1), step(3, 1)]),
+        StepPlan(number=3, ends=[1], starts=[start(4)], steps=[step(3, 2), first(4)]),
+        StepPlan(number=4, steps=[step(3, 3), step(4, 1)]),
+    ]
+    other, runner, found = make_runner(has_graphs=True), make_runner(has_graphs=True), []
+    expected = [other.run(plan).tokens for plan in plans]
+    tickets = [runner.launch(plans[0])]
+    for plan in plans[1:]:
+        tickets.append(runner.launch(plan))
+        found.append(runner.collect(tickets.pop(0)).tokens)
+    found.append(runner.collect(tickets.pop()).tokens)
+    assert found == expected
+
+
 def test_rows_that_come_go_and_move_change_nobodys_tokens(make_runner):
     """Sequence 3 starts in the third row, sits out, and ends in the first; alone it says the same."""
     alone = make_runner(has_graphs=True)
