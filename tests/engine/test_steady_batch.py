@@ -8,7 +8,6 @@ from engine import steady_batch
 from engine.plan import PREVIOUS
 from engine.steady_batch import SteadyBatch, StepFailed
 
-
 NUMBERS = itertools.count(1)
 
 
