@@ -11,17 +11,17 @@ the cache has one head, indexer and compressors are whole everywhere.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from engine.config import EngineConfig
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
+from engine.model.shard import Shard
+from engine.model.weight_bytes import count_weights
 from kv_transfer.layout import KVLayout
-
-if TYPE_CHECKING:
-    from engine.model.model import DeepSeekV4
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a code of four bits, a scale byte for 16
 MXFP4_BYTES = 0.5 + 1 / 32
-_PACKED_BYTES = {"nvfp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES}
+_BYTES = {"nvfp4": NVFP4_BYTES, "mxfp4": MXFP4_BYTES, "e4m3": 1.0, "bfloat16": 2.0, "float32": 4.0}
 
 
 class Ceilings(Protocol):
@@ -159,22 +159,18 @@ class StepFloor:
         return Part("head", 1, size * self.formats.head, 2 * batch * size)
 
 
-def formats_of(model: DeepSeekV4, layout: KVLayout) -> Formats:
-    """Return the formats of a loaded model and its cache."""
-    from torch import Tensor
+def formats_of(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout, *, keeps_packed: bool) -> Formats:
+    """Return the formats of a group's weights, as they lie in memory, and of its cache.
 
-    layer = model.layers[0]
-    compressors = [x.attention.compressor for x in model.layers if x.attention.compressor is not None]
-    stack, gate = layer.experts.w13, layer.experts.narrow_gate
-    rows = {r.name: r.value_bytes + r.scale_bytes for group in layout.groups for r in group.regions}
-    expert = stack.element_size() if isinstance(stack, Tensor) else _PACKED_BYTES[stack.format]
+    keeps_packed: whether decode kernels run there; elsewhere matrices are in the compute dtype.
+    Compressors, gate and head count as the checkpoint has them, bf16, in whatever form they are kept.
+    """
+    shard = Shard.parse(config.simulate_rank)
+    counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=keeps_packed)
+    rows = {region.name: region.value_bytes + region.scale_bytes for g in layout.groups for region in g.regions}
     return Formats(
-        linear=layer.attention.out_up.parts[0][0].element_size(),
-        compressor=compressors[0].weight.element_size() if compressors else 0,
-        gate=(layer.experts.gate if gate is None else gate).element_size(),
-        mixer=layer.attention_mix.fn.element_size(),
-        head=model.head.element_size(),
-        expert=expert,
+        linear=_BYTES[counted.matrices],
+        expert=_BYTES[counted.experts],
         kv_row=rows["window"],
         index_row=rows.get("csa_index", 0),
     )

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.kernel_bill import KernelBill, Trace, make_bill, read_trace
+from engine.model.moe import keeps_packed
 from engine.model.shard import Shard
 from engine.plan import Profile, Profiled, StepPlan
 from engine.served_model import served_model
@@ -104,10 +105,10 @@ class RankProfile:
 
 def floor_of(runner: ModelRunner) -> StepFloor:
     """Return the floor of a loaded runner's decode steps."""
-    shard = Shard.parse(runner.config.simulate_rank)
-    return StepFloor(
-        served_model(runner.config).config, formats_of(runner.model, runner.cache.layout), shards=shard.count
-    )
+    config, model = runner.config, served_model(runner.config).config
+    shard = Shard.parse(config.simulate_rank)
+    formats = formats_of(config, model, runner.cache.layout, keeps_packed=keeps_packed(runner.device))
+    return StepFloor(model, formats, shards=shard.count)
 
 
 def report_of(

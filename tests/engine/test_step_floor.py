@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 
-from engine.step_floor import MXFP4_BYTES, Formats, StepFloor
+from engine.config import EngineConfig
+from engine.model.layout import build_layout
+from engine.step_floor import MXFP4_BYTES, Formats, StepFloor, formats_of
 
 
 @dataclasses.dataclass
@@ -62,3 +65,11 @@ def test_fewer_layers_and_other_formats_are_counted_as_they_are(flash):
         StepFloor(flash, formats).parts(1, 1)[-2].num_bytes for formats in (Formats(), Formats(expert=MXFP4_BYTES))
     ]
     assert experts[1] / experts[0] == pytest.approx(0.53125 / 0.5625)
+
+
+def test_formats_are_those_in_memory_packed_where_decode_kernels_run(flash):
+    config = EngineConfig(model="flash", role="decode", simulate_rank="0/4")
+    stored = msgspec.structs.replace(flash, stored_matrices="fp8", stored_experts="nvfp4")
+    layout = build_layout(flash, block_tokens=256, kv_cache_dtype="packed", index_cache_dtype="fp8")
+    assert formats_of(config, stored, layout, keeps_packed=True) == Formats()
+    assert formats_of(config, stored, layout, keeps_packed=False) == Formats(linear=2.0, expert=2.0)
