@@ -68,11 +68,12 @@ class Attention:
         self.out_up = Linear(weights, f"{prefix}.wo_b")
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, self.ratio) if self.ratio else None
         self.indexer = None
-        pooled = [] if self.compressor is None else [self.compressor.matrix]
+        pooled = [] if self.compressor is None else [self.compressor.take_matrix()]
         if self.ratio == CSA_RATIO:
             self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
-            queries.append(self.indexer.matrix)
-            pooled += [self.indexer.compressor.matrix, self.indexer.weight_matrix]
+            query, heads = self.indexer.take_matrices()
+            queries.append(query)
+            pooled += [self.indexer.compressor.take_matrix(), heads]
         # Of the latent: the heads' queries, the indexer's.   Of x: what each compressor pools, the indexer's weights.
         self.q_up, self.pooled = Linears(*queries), Linears(*pooled, is_wide=True)
 

@@ -27,15 +27,22 @@ class Compressor:
     """Pools `ratio` tokens into one row: gated softmax, norm, rope at the entry's first position. float32
     throughout.
 
-    matrix: of values, then gates; who multiplies it by x [T, H] joins it with others that read x.
+    Its matrix, of values, then gates, is handed over once: who multiplies it by x [T, H] joins it with others that read
+    x, by copying, and a second copy would take gigabytes in all layers.
     """
 
     def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, ratio: Literal[4, 128] | int) -> None:
         self.ratio = ratio
         self.bias = weights.pop(f"{prefix}.ape")
         both = torch.cat([weights.pop(f"{prefix}.wkv.weight"), weights.pop(f"{prefix}.wgate.weight")])
-        self.matrix = Matrix(narrow(both))
+        self._matrix: Matrix | None = Matrix(narrow(both))
         self.norm = RMSNorm(weights, f"{prefix}.norm", config.rms_norm_eps)
+
+    def take_matrix(self) -> Matrix:
+        """Return the matrix, which is the caller's from now on."""
+        assert self._matrix is not None, "taken before"
+        matrix, self._matrix = self._matrix, None
+        return matrix
 
     def __call__(
         self, projected: Tensor, batch: RaggedBatch, rotation: Tensor, *, state: Rows, pool: Rows, rotate: bool = False
@@ -60,18 +67,22 @@ class Compressor:
 class Indexer:
     """Scores entries by a small attention of its own and picks the best. Its keys have a compressor of their own.
 
-    matrix: of the queries, which read the same latent as those of attention.   weight_matrix: of the heads' weights,
-    which read x.
+    Its matrices are handed over like a compressor's.
     """
 
     def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
-        self.matrix = Matrix.take(weights, f"{prefix}.wq_b")
-        heads = Matrix.take(weights, f"{prefix}.weights_proj")
-        self.weight_matrix = heads._replace(weight=narrow(heads.weight))
+        queries, heads = (Matrix.take(weights, f"{prefix}.{name}") for name in ("wq_b", "weights_proj"))
+        self._matrices: tuple[Matrix, ...] = queries, heads._replace(weight=narrow(heads.weight))
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, CSA_RATIO)
         self.heads, self.dim, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
         self.scale = (self.heads * self.dim) ** -0.5
         self.use_hadamard = use_hadamard
+
+    def take_matrices(self) -> tuple[Matrix, Matrix]:
+        """Return the matrix of the queries, which read the same latent as attention's, and that of the heads' weights,
+        which read x; they are the caller's from now on."""
+        (queries, heads), self._matrices = self._matrices, ()
+        return queries, heads
 
     def __call__(
         self,

@@ -1,8 +1,8 @@
 """weight_bytes: what the weights of one rank take in its memory, counted from the config, before anything is loaded.
 
 As they lie there, which is not always how they are stored: routed experts packed in four bits, linear layers as e4m3
-with a float32 scale per tile, what must stay float32 as that. It follows tensor_specs.py; where no decode kernels run,
-all is dequantised to the compute dtype. No torch here.
+with a float32 scale per tile, what must stay float32 as that, unless it is bfloat16 in checkpoints (layers.narrow). It
+follows tensor_specs.py; where no decode kernels run, all is dequantised to the compute dtype. No torch here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ _PACKED_ROWS, _PACKED_CHANNELS = 16, 64
 _PACKED_GROUP = {"nvfp4": 16, "mxfp4": 32}
 # Matrices that checkpoints never quantise.
 _NEVER_E4M3 = ("embed.weight", "weights_proj.weight")
+# Matrices of which the model keeps bfloat16, since checkpoints have no more of them.
+_NARROW = (
+    "compressor.wkv.weight",
+    "compressor.wgate.weight",
+    "weights_proj.weight",
+    ".gate.weight",
+    "q_norm.weight",
+    "head.weight",
+)
 
 
 class WeightBytes(NamedTuple):
@@ -56,6 +65,8 @@ def count_weights(
         values = math.prod(spec.shape)
         if spec.kind == "ids":
             size = 8 * values
+        elif name.endswith(_NARROW):
+            size = 2 * values
         elif spec.kind == "float32":
             size = 4 * values
         elif ".experts." in name and is_packed:

@@ -7,20 +7,49 @@ import torch
 import kernels.expert_weights as expert_weights
 from engine.model import weight_bytes
 from engine.model.config import load_config
+from engine.model.model import DeepSeekV4
 from engine.model.published import published_config
 from engine.model.shard import Shard
+from engine.model.synthetic import synthetic_weights
 from engine.model.weight_bytes import count_weights
 from engine.model.weights import load_weights
 
 
 @pytest.mark.parametrize("keeps_packed", [False, True], ids=["dequantised", "packed"])
 @pytest.mark.parametrize("name", ["tiny", "mx", "geo"])
-def test_counted_bytes_are_those_of_the_loaded_tensors(oracle, name, keeps_packed):
-    folder = oracle.folder(name)
-    loaded = load_weights(folder, load_config(folder), dtype=torch.bfloat16, keeps_packed=keeps_packed)
-    counted = count_weights(load_config(folder), Shard(), dtype="bfloat16", keeps_packed=keeps_packed)
-    assert counted.total == loaded.num_bytes
+def test_counted_bytes_are_those_of_the_model_that_was_built(oracle, name, keeps_packed):
+    config = load_config(oracle.folder(name))
+    loaded = load_weights(oracle.folder(name), config, dtype=torch.bfloat16, keeps_packed=keeps_packed)
+    model = DeepSeekV4(config, loaded.tensors, index_hadamard=False)
+    del model.rotary  # frequencies are no weights
+    counted = count_weights(config, Shard(), dtype="bfloat16", keeps_packed=keeps_packed)
+    assert counted.total == sum(held(model).values())
     assert (counted.experts in loaded.packed.values()) == bool(loaded.packed)
+
+
+def test_counted_bytes_of_a_shard_are_those_of_its_model():
+    whole = published_config("DeepSeek-V4-Flash-NVFP4").first_layers(4)
+    config = msgspec.structs.replace(whole, n_routed_experts=6, vocab_size=512, hidden_size=512, q_lora_rank=256)
+    shard = Shard(1, 4)
+    tensors = synthetic_weights(config, shard, dtype=torch.bfloat16, device=torch.device("cpu"), keeps_packed=True)
+    model = DeepSeekV4(shard.of(config), tensors, index_hadamard=False)
+    del model.rotary
+    assert count_weights(config, shard, dtype="bfloat16", keeps_packed=True).total == sum(held(model).values())
+
+
+def held(thing, found=None):
+    """Return the bytes of every tensor's memory that an object holds, by address."""
+    found = {} if found is None else found
+    if isinstance(thing, torch.Tensor):
+        found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            held(part, found)
+    elif type(thing).__module__.startswith(("engine", "kernels")):
+        names = getattr(thing, "__slots__", None) or vars(thing)
+        for name in names:
+            held(getattr(thing, name), found)
+    return found
 
 
 def test_experts_that_kernels_cannot_hold_are_counted_dequantised(oracle):
