@@ -128,9 +128,10 @@ class DecodeGraphs:
         if not self._captures:
             return
         pool: Any = None
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # its scratch is that of every graph
         for number, size in enumerate(reversed(self.sizes), 1):
             began = time.monotonic()
-            graph, outputs = self._capture(size, pool)
+            graph, outputs = self._capture(size, pool, stream)
             pool = pool or graph.pool()
             graph.replay()
             torch.cuda.synchronize(self.device)
@@ -141,16 +142,14 @@ class DecodeGraphs:
                     f"{time.monotonic() - began:.1f} s"
                 )
 
-    def _capture(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, StepOutputs]:
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+    def _capture(self, size: int, pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, StepOutputs]:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):  # compiles, and makes what is made once
                 self._run(size)
-        torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=pool, stream=side):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             outputs = self._run(size)
         self.nodes[size] = _count_nodes(graph)
         graph.instantiate()

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
 from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, Rotations, Weights
+from engine.model.side_stream import SideStream
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
 from kernels.norm_rope import rms_norm, rope
@@ -28,6 +29,8 @@ from kernels.sparse_attention_decode import sparse_attention_decode
 from kernels.triton_env import uses_triton
 
 DECODE_TOKENS = 8
+import os
+SIDE_ATT = os.environ.get("SIDE_ATT", "1") == "1"
 
 
 class CacheViews(Protocol):
@@ -52,7 +55,8 @@ def decode_batch(batch: RaggedBatch, cache: CacheViews) -> DecodeBatch | None:
 class Attention:
     """One layer's attention sublayer: [T, H] in, [T, H] out."""
 
-    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
+    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, side: SideStream | None = None, *, use_hadamard: bool
+    ) -> None:
         prefix = f"layers.{layer}.attn"
         self.layer, self.ratio, self.eps = layer, config.compress_ratios[layer], config.rms_norm_eps
         self.index = config.layers_of(self.ratio).index(layer)
@@ -63,6 +67,7 @@ class Attention:
         queries = [Matrix.take(weights, f"{prefix}.wq_b")]
         self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
         self.sink = weights.pop(f"{prefix}.attn_sink")
+        self._side = side or SideStream(self.sink.device)
         self.groups = config.o_groups
         self.out_down = GroupedLinear(weights, f"{prefix}.wo_a", self.groups)
         self.out_up = Linear(weights, f"{prefix}.wo_b")
@@ -85,11 +90,11 @@ class Attention:
         decode: what `decode_batch` said, then `batch` is not read; `rotations` were made for it.
         """
         decodes = decode is not None
-        latent, kv = self.down(x, decodes=decodes)
         if decode is not None:
-            out = self._attend_decode(x, latent, kv, decode, rotations, cache).to(x.dtype)
+            out = self._attend_decode(x, decode, rotations, cache).to(x.dtype)
         else:
             assert batch is not None
+            latent, kv = self.down(x)
             out = self._attend(x, latent, kv, batch, rotations, cache).to(x.dtype)
         out = self.out_down(out.view(x.shape[0], self.groups, -1), decodes=decodes)
         return self.out_up(out.flatten(1), decodes=decodes)
@@ -120,9 +125,14 @@ class Attention:
         return rope(_spoil(out, is_finite), rotation.conj())
 
     def _attend_decode(
-        self, x: Tensor, latent: Tensor, kv: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews
+        self, x: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews
     ) -> Tensor:
         """The same with decode kernels: one launch writes the cache, one attends."""
+        pooled: list[Tensor] = []
+        if self.compressor is not None and SIDE_ATT:
+            with self._side.fork():
+                pooled = self.pooled(x, decodes=True)
+        latent, kv = self.down(x, decodes=True)
         window = cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
         q, *index_q = self.q_up(latent, norm=self.q_norm, decodes=True)
@@ -130,7 +140,11 @@ class Attention:
         if self.compressor is not None:
             name = "csa" if self.ratio == CSA_RATIO else "hca"
             pool = cache.rows(f"{name}_kv", self.index)
-            projected, *of_index = self.pooled(x, decodes=True)
+            if SIDE_ATT:
+                self._side.join()
+            else:
+                pooled = self.pooled(x, decodes=True)
+            projected, *of_index = pooled
             main = self.compressor.pooling(projected, state=cache.rows(f"{name}_state", self.index), pool=pool)
         if self.indexer is not None:
             keys = cache.rows("csa_index", self.index)
