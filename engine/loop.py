@@ -273,12 +273,17 @@ class EngineLoop(Generic[W]):
 def merge_results(results: dict[int, messages.StepResult]) -> messages.StepResult:
     """Return rank 0's tokens, and what failed at any rank: one that has no row of a sequence spoils it for all.
 
-    A sequence for which only some ranks had memory can't be tried again: their caches differ now.
+    A sequence for which only some ranks had memory can't be tried again: their caches differ now. So do those of one
+    for which ranks drew different tokens, since each may have gone on from its own.
     """
     failed: dict[int, str] = {}
+    drawn = dict(results[0].tokens)
     for rank, result in sorted(results.items()):
         for seq, reason in result.failed:
             failed.setdefault(seq, reason if len(results) == 1 else f"rank {rank}: {reason}")
+        for seq, token_id in result.tokens if rank else ():
+            if drawn.get(seq, token_id) != token_id:
+                failed.setdefault(seq, f"rank {rank} drew token {token_id} where rank 0 drew {drawn[seq]}")
     for seq in failed:
         if all((seq, messages.NO_MEMORY) in result.failed for result in results.values()):
             failed[seq] = messages.NO_MEMORY

@@ -9,6 +9,7 @@
     kv_notified_before_first_token    landed, not in the batch yet                       decode
     decode_step(n)                    n tokens decoded here                              decode
 
+While decode_step is armed for a sequence that runs, no step is planned ahead: what is struck is where the test says.
 Nothing is armed, and no route can arm anything, unless the worker was started with `test_seams`; an unarmed seam just
 goes on. Engine loop's thread only.
 """

@@ -255,8 +255,16 @@ def test_stop_ends_rank_and_loop(running: Running) -> None:
 )
 def test_what_fails_at_one_rank_has_failed(by_rank: list[list[tuple[int, str]]], merged: list[tuple[int, str]]) -> None:
     results = {
-        rank: messages.StepResult(rank=rank, number=1, tokens=[(1, 50 + rank)], failed=failed)
+        rank: messages.StepResult(rank=rank, number=1, tokens=[(1, 50)], failed=failed)
         for rank, failed in enumerate(by_rank)
     }
     result = merge_results(results)
     assert (result.failed, result.tokens) == (merged, [(1, 50)])
+
+
+def test_sequence_for_which_ranks_drew_different_tokens_has_failed_alone() -> None:
+    drawn = [[(1, 50), (2, 60)], [(1, 50), (2, 61)]]
+    results = {rank: messages.StepResult(rank=rank, number=1, tokens=tokens) for rank, tokens in enumerate(drawn)}
+    result = merge_results(results)
+    assert result.failed == [(2, "rank 1 drew token 61 where rank 0 drew 60")]
+    assert result.tokens == drawn[0]
