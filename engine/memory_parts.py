@@ -58,7 +58,8 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
 
 def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Return the batch sizes that a rank captures as graphs."""
-    is_captured = config.device == "cuda" and config.role == "decode" and not config.enforce_eager
+    has_kernels = config.device == "cuda" and config.kv_cache_dtype == "packed"
+    is_captured = has_kernels and config.role == "decode" and not config.enforce_eager
     return graph_sizes(config.max_num_seqs) if is_captured else ()
 
 
@@ -81,7 +82,9 @@ def _size(num_bytes: int) -> str:
 
 def _graphs(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
     sizes, nodes = captured_sizes(config), NODES_OF_LAYER * local.num_hidden_layers + NODES_OF_STEP
-    how = "none are captured (enforce_eager)"
+    how = "none: decode kernels read packed rows only"
+    if config.enforce_eager:
+        how = "none are captured (enforce_eager)"
     if sizes:
         how = f"{len(sizes)} of up to {sizes[-1]} sequences, about {nodes} nodes each"
     return MemoryPart(name="graphs", num_bytes=len(sizes) * (GRAPH_BYTES + nodes * NODE_BYTES), how=how)
