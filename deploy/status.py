@@ -38,6 +38,9 @@ def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> in
             _console.print("  the router does not answer (yet)")
             continue
         _console.print(_worker_table(topology))
+        for worker in topology.get("workers", []):
+            if memory := worker.get("memory"):
+                _console.print(f"  {worker['id']}: {_memory_line(memory)}")
         for pair in topology.get("pairs", []):
             lane = ""
             if link := pair.get("link"):
@@ -58,6 +61,16 @@ def down(*, port: int | None, every: bool, timeout_s: float, environ: Mapping[st
         ports = ", ".join(str(cluster.port) for cluster in chosen)
         raise ConfigError(f"--port: several clusters run (ports {ports}); name one, or use --all")
     return max(_stop(cluster, timeout_s, environ) for cluster in chosen)
+
+
+def _memory_line(memory: Mapping[str, Any]) -> str:
+    """Return what a rank's memory goes to, largest first."""
+    parts = ", ".join(f"{part['name']} {part['num_bytes'] / 2**30:.2f}" for part in memory["parts"])
+    if not memory["device_bytes"]:
+        return f"memory of a rank, GiB: {parts}"
+    origin = "measured" if memory["is_measured"] else "planned"
+    left, device = memory["left_bytes"] / 2**30, memory["device_bytes"] / 2**30
+    return f"memory of a rank, GiB, {origin}: {parts}; left {left:.2f} of {device:.2f}"
 
 
 def _worker_table(topology: Mapping[str, Any]) -> Table:

@@ -38,8 +38,8 @@ _PROMPT_BYTES_OF_CHANNEL = 19
 _PROMPT_TILES = 96 * MIB
 # Of a logit, sampling by torch's operations holds about ten words at once: copies, an order, sums.
 _TORCH_SAMPLING_WORDS = 10
-# Of a logit, sampling by kernels: itself, and two lists of values and ids.
-_KERNEL_SAMPLING_WORDS = 5
+# Of a logit, sampling by kernels makes room for a value and an id in two lists.
+_SAMPLING_LISTS = 4
 
 
 def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout) -> list[MemoryPart]:
@@ -58,7 +58,8 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
 
 def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Return the batch sizes that a rank captures as graphs."""
-    is_captured = config.device == "cuda" and config.role == "decode" and not config.enforce_eager
+    has_kernels = config.device == "cuda" and config.kv_cache_dtype == "packed"
+    is_captured = has_kernels and config.role == "decode" and not config.enforce_eager
     return graph_sizes(config.max_num_seqs) if is_captured else ()
 
 
@@ -81,28 +82,31 @@ def _size(num_bytes: int) -> str:
 
 def _graphs(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
     sizes, nodes = captured_sizes(config), NODES_OF_LAYER * local.num_hidden_layers + NODES_OF_STEP
-    how = "none are captured (enforce_eager)"
+    how = "none: decode kernels read packed rows only"
+    if config.enforce_eager:
+        how = "none are captured (enforce_eager)"
     if sizes:
         how = f"{len(sizes)} of up to {sizes[-1]} sequences, about {nodes} nodes each"
     return MemoryPart(name="graphs", num_bytes=len(sizes) * (GRAPH_BYTES + nodes * NODE_BYTES), how=how)
 
 
 def _decode_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVLayout) -> MemoryPart:
-    """The tensors of the largest step, one token a sequence: graphs share them."""
+    """The tensors of the largest step, one token a sequence: graphs share them, but for the logits that each leaves."""
     rows, longest = config.max_num_seqs, config.max_model_len or local.max_position_embeddings
-    columns = layout.num_blocks_for(longest)
+    columns, vocab = layout.num_blocks_for(longest), _scored_tokens(config, local)
     activations = rows * (_streams(local) + 8 * _queries(local)) + _experts(rows, local)
     entries = 0
     if local.layers_of(CSA_RATIO):
         entries = min(rows * (columns * (layout.block_tokens // CSA_RATIO) + EXPERTS_TOKENS), WORKSPACE_SCORES)
     scores = 4 * entries + 8 * local.index_topk * (rows + entries // (2 * local.index_topk))
-    logits = 4 * _KERNEL_SAMPLING_WORDS * rows * local.vocab_size
-    table = 4 * rows * (columns + 16)  # block tables, positions, slots, settings
+    logits = 4 * vocab * sum(captured_sizes(config) or (rows,))
+    lists = 4 * _SAMPLING_LISTS * vocab * rows
+    table = 4 * rows * (columns + 20)  # block tables, rows, settings
     return MemoryPart(
         name="workspace",
-        num_bytes=activations + scores + logits + table,
-        how=f"of {rows} sequences: logits and lists {logits / MIB:,.0f} MiB, indexer's scores {scores / MIB:,.0f}, "
-        f"layer {activations / MIB:,.0f}, block tables {table / MIB:,.1f}",
+        num_bytes=activations + scores + logits + lists + table,
+        how=f"of {rows} sequences: logits of all graphs {logits / MIB:,.0f} MiB, lists of sampling {lists / MIB:,.0f}, "
+        f"indexer's scores {scores / MIB:,.0f}, layer {activations / MIB:,.0f}, block tables {table / MIB:,.1f}",
     )
 
 
@@ -124,7 +128,8 @@ def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config) -> MemoryP
 
 def _sampling_pools(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
     """For each row: how often each token was said (int16), its bias (float32), whether it is allowed (a bit)."""
-    each = 2 * local.vocab_size + 4 * local.vocab_size + 4 * -(-local.vocab_size // 32)
+    vocab = _scored_tokens(config, local)
+    each = 2 * vocab + 4 * vocab + 4 * -(-vocab // 32)
     return MemoryPart(
         name="sampling",
         num_bytes=config.max_num_seqs * each,
@@ -152,6 +157,11 @@ def _streams(local: DeepSeekV4Config) -> int:
 def _queries(local: DeepSeekV4Config) -> int:
     """Return channels a token: of the attention's queries or the indexer's, which are never held at once."""
     return max(local.num_attention_heads * local.head_dim, _index_channels(local))
+
+
+def _scored_tokens(config: EngineConfig, local: DeepSeekV4Config) -> int:
+    """Return how many tokens a rank chooses from: of all, or of its own rows of the head where it plays a group."""
+    return shard_of(config).head_rows(local) if config.simulate_rank else local.vocab_size
 
 
 def _index_channels(local: DeepSeekV4Config) -> int:

@@ -62,8 +62,6 @@ class MemoryPlan:
     @property
     def left_bytes(self) -> int:
         """Bytes given to nobody; 0 on the CPU."""
-        if self.measured is not None:
-            return self.measured.free_bytes
         return max(0, self.device_bytes - sum(part.num_bytes for part in self.parts))
 
     def corrected(self, measured: MeasuredMemory) -> MemoryPlan:
@@ -75,23 +73,29 @@ class MemoryPlan:
         missing = [size for size in captured_sizes(self.config) if size not in measured.graph_nodes]
         if missing:
             raise PlanError(f"no graph of {missing[0]} sequences was captured, of {len(missing)} sizes in all")
-        cache = ("cache blocks", "state slots")
-        shares = {
-            "weights": (measured.weight_bytes, ("weights",)),
-            "workspace": (measured.workspace_bytes, ("workspace", "sampling", "transport")),
-            "graphs": (measured.graph_bytes, ("graphs",)),
+        counted = {part.name: part.num_bytes for part in self.parts}
+        workspace = counted["workspace"] + counted.get("sampling", 0)
+        found = {
+            "weights": measured.weight_bytes,
+            "workspace": measured.workspace_bytes,
+            "graphs": measured.graph_bytes,
         }
-        kept = [part for part in self.parts if part.name in cache]
-        known = sum(num_bytes for num_bytes, _ in shares.values()) + sum(part.num_bytes for part in kept)
-        shares["CUDA"] = (measured.device_bytes - measured.free_bytes - known, ("CUDA",))
-        parts = [msgspec.structs.replace(part, planned_bytes=part.num_bytes) for part in kept]
-        for name, (num_bytes, planned) in shares.items():
-            counted = sum(part.num_bytes for part in self.parts if part.name in planned)
-            parts.append(MemoryPart(name=name, num_bytes=num_bytes, how=_WHAT_IS_MEASURED[name], planned_bytes=counted))
+        known = self.cache_bytes + sum(found.values())
+        found["CUDA"] = measured.device_bytes - measured.free_bytes - known
+        hows = dict(_WHAT_IS_MEASURED)
+        if not measured.graph_nodes and workspace > measured.workspace_bytes:
+            found["workspace"], hows["workspace"] = workspace, "planned: no step has run yet"
+        planned = {"workspace": workspace, "CUDA": counted["CUDA"] + counted["transport"]}
+        cache = [part for part in self.parts if part.name in ("cache blocks", "state slots")]
+        parts = [msgspec.structs.replace(part, planned_bytes=part.num_bytes) for part in cache]
+        parts += [
+            MemoryPart(name=name, num_bytes=size, how=hows[name], planned_bytes=planned.get(name, counted.get(name, 0)))
+            for name, size in found.items()
+        ]
         parts.sort(key=lambda part: -part.num_bytes)
         plan = dataclasses.replace(self, device_bytes=measured.device_bytes, parts=tuple(parts), measured=measured)
-        if measured.free_bytes < MARGIN_BYTES:
-            raise PlanError(_overrun(plan, measured))
+        if plan.left_bytes < MARGIN_BYTES:
+            raise PlanError(_overrun(plan))
         return plan
 
     def summary(self) -> MemorySummary:
@@ -118,8 +122,7 @@ class MemoryPlan:
         """Return what fits, by what was found at start if there is that."""
         overrun = 0
         if self.measured is not None:
-            planned = sum(part.planned_bytes for part in self.parts)
-            overrun = max(0, self.device_bytes - self.measured.free_bytes - planned)
+            overrun = max(0, sum(part.num_bytes - part.planned_bytes for part in self.parts))
         return make_room(self.config, self.model, device_bytes=self.device_bytes, overrun=overrun)
 
     def table(self) -> str:
@@ -136,7 +139,7 @@ _WHAT_IS_MEASURED = {
     "weights": "measured when they were loaded",
     "workspace": "measured: the allocator's, beyond weights and pools",
     "graphs": "measured: what captures took beyond the allocator",
-    "CUDA": "measured: all else, other processes included",
+    "CUDA": "measured: all else, transports and other processes included",
 }
 
 
@@ -209,7 +212,7 @@ def _refusal(room: Room) -> str:
     return f"{wanted}: {found}. {_remedy(nearest_that_fit(room), remedy)}"
 
 
-def _overrun(plan: MemoryPlan, measured: MeasuredMemory) -> str:
+def _overrun(plan: MemoryPlan) -> str:
     """Say what took more than was planned, and what would fit."""
     listed = ", ".join(
         f"{part.name} {part.num_bytes / GIB:.2f} (planned {part.planned_bytes / GIB:.2f})" for part in plan.parts
@@ -220,7 +223,7 @@ def _overrun(plan: MemoryPlan, measured: MeasuredMemory) -> str:
         cache = room.slot_bytes + room.most_blocks * room.layout.block_bytes
         nearest = [f"kv_cache_memory_gib {math.floor(100 * cache / GIB) / 100:.2f}"]
     return (
-        f"only {measured.free_bytes / GIB:.2f} of {measured.device_bytes / GIB:.2f} GiB are left after start, wanted "
+        f"only {plan.left_bytes / GIB:.2f} of {plan.device_bytes / GIB:.2f} GiB are left after start, wanted "
         f"{MARGIN_BYTES / GIB:.2f}: {listed}. {_remedy(nearest, 'free the GPU of other processes')}"
     )
 

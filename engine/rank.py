@@ -34,6 +34,7 @@ from kv_transfer.transports import make_transport
 
 if TYPE_CHECKING:
     from engine.arrivals import ArrivalThread
+    from engine.memory_gauge import MemoryGauge
     from engine.runner import ModelRunner, Ticket
     from engine.step_profiler import RankProfile
     from engine.transfers import TransferThread
@@ -127,7 +128,12 @@ class RankProcess:
         torch.set_num_threads(config.threads)
         plan = plan_memory(config, served_model(config).config)
         self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots, rank=self._rank)
+        gauge = self._gauge()
         self._runner.load(lambda text: self._progress("loading", text))
+        if gauge is not None:
+            gauge.loaded(state_bytes=self._runner.state_bytes)
+            self._runner.capture(lambda text: self._progress("capturing", text))
+            gauge.captured()
         if config.logits_log:
             self._logits_log = LogitsLog(Path(config.logits_log), f"{config.worker_id}-{self._rank}")
             self._runner.on_logits = self._logits_log.on_logits
@@ -135,6 +141,9 @@ class RankProcess:
             "linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}"
         )
         endpoint = self._open_transport()
+        memory = None if gauge is None else gauge.measured(self._runner.graph_nodes)
+        if memory is not None:
+            log.info("rank %d: memory\n%s", self._rank, plan.corrected(memory).table())
         self.send(
             messages.RankReady(
                 rank=self._rank,
@@ -144,8 +153,18 @@ class RankProcess:
                 transport=config.transport,
                 endpoint=encode(endpoint),
                 model_fingerprint=self._runner.model_fingerprint,
+                memory=memory,
             )
         )
+
+    def _gauge(self) -> MemoryGauge | None:
+        """Return what measures this rank's memory while it starts, with its pools allocated; None on the CPU."""
+        device = self._runner.device
+        if device.type != "cuda":
+            return None
+        from engine.memory_gauge import MemoryGauge, read_cuda
+
+        return MemoryGauge(lambda: read_cuda(device))
 
     def _open_transport(self) -> Endpoint:
         """Start the thread that owns the transport."""

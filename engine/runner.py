@@ -137,6 +137,11 @@ class ModelRunner:
         """Return the nodes of each captured graph by its batch size."""
         return {} if self._graphs is None else dict(self._graphs.nodes)
 
+    @property
+    def state_bytes(self) -> int:
+        """Return bytes that decode steps keep on the device from `load` on, besides weights and cache."""
+        return 0 if self._graphs is None else self._graphs.state_bytes
+
     def load(self, progress: Callable[[str], None] | None = None) -> None:
         """Read the weights; `progress` gets a line of text now and then. Raises WeightsError."""
         keeps = keeps_packed(self.device)

@@ -176,6 +176,22 @@ def test_sm_01_one_more_than_the_largest_batch(colocated):
     assert pair.is_all_free()
 
 
+def test_sm_01_with_no_landing_ahead_one_more_waits_at_the_router_until_one_has_ended(colocated):
+    """A refusal for want of room is no failure: a router asks again. Blocks would do for both; slots are what ends."""
+    pair = make_pair(max_num_seqs=3, landings_ahead=0, waiting_ahead=3, decode_blocks=40)
+    asks, most_running = mixed(4, tokens=6), 0
+    three = [pair.send(name, prompt, tokens, **sampling) for name, prompt, tokens, sampling in asks[:3]]
+    with pytest.raises(NoCapacity, match="all 3 sequence slots are held"):
+        pair.reserve("early", *asks[3][1:3], **asks[3][3])
+    for _ in send_all(pair, asks[3:]):
+        most_running = max(most_running, pair.decode.worker.stats().num_running)
+    assert most_running == 3
+    assert all(request.is_over for request in three)
+    for name, _, _, sampling in asks:
+        assert_right(pair, pair.requests[name], colocated, sampling)
+    assert pair.is_all_free()
+
+
 @pytest.mark.parametrize("size", [1, 3, 5, 7])
 def test_sm_01_batches_of_every_size(size, colocated):
     pair, asks = make_pair(max_num_seqs=8, decode_blocks=40), mixed(size, first=20, tokens=5)

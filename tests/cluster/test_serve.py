@@ -220,7 +220,7 @@ async def _some_requests(cluster) -> None:
 def test_status_shows_the_cluster(cluster) -> None:
     shown = cluster.run_command("status", "--port", str(cluster.port))
     assert shown.returncode == 0
-    words = ("prefill-0", "decode-0", "ready", " over ", str(cluster.process.pid))
+    words = ("prefill-0", "decode-0", "ready", " over ", "memory of a rank", str(cluster.process.pid))
     assert [word for word in words if word not in shown.stdout] == []
 
 

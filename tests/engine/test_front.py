@@ -11,6 +11,9 @@ from starlette.routing import Route
 
 from engine.config import EngineConfig
 from engine.front import Front, command
+from engine.memory_plan import MemoryPlan, plan_memory
+from engine.model.published import published_config
+from engine.plan import MeasuredMemory, RankReady
 from router import protocol
 
 
@@ -42,7 +45,7 @@ def test_caller_that_leaves_while_sending_runs_no_command_and_raises_nothing() -
     assert ran == []
 
 
-def make_front() -> Front:
+def make_front(plan: MemoryPlan | None = None) -> Front:
     async def stats() -> protocol.WorkerStats:
         return protocol.WorkerStats()
 
@@ -50,7 +53,9 @@ def make_front() -> Front:
         max_model_len=100, max_num_seqs=1, max_num_batched_tokens=8, block_tokens=128, num_blocks=1, vocab_size=9
     )
     config = EngineConfig(model="m", role="decode")
-    return Front(config, generation=1, limits=limits, model_fingerprint="m", layout_fingerprint="l", stats=stats)
+    return Front(
+        config, generation=1, limits=limits, model_fingerprint="m", layout_fingerprint="l", stats=stats, plan=plan
+    )
 
 
 async def read(front: Front, router: str) -> asyncio.Task[None]:
@@ -121,3 +126,33 @@ def test_heartbeat_tells_the_gauges_of_that_moment(monkeypatch: pytest.MonkeyPat
         beating.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_info_shows_the_plan_then_the_figures_of_the_rank_with_least_left() -> None:
+    config = EngineConfig(
+        model="DeepSeek-V4-Flash", role="decode", device="cuda", ranks=4, max_model_len=4096, gpu_memory_gib=96.0
+    )
+    plan = plan_memory(config, published_config("DeepSeek-V4-Flash"))
+    numa = protocol.NumaBinding(status="simulated", node=0, cpus="0")
+
+    def rank(number: int, free: int) -> RankReady:
+        memory = MeasuredMemory(
+            device_bytes=95 * 2**30, free_bytes=free, weight_bytes=2**30, workspace_bytes=2, graph_bytes=3,
+            graph_nodes=dict.fromkeys(plan.summary().graph_sizes, 600),
+        )  # fmt: skip
+        return RankReady(
+            rank=number, pid=1, device="cuda", numa=numa, transport="nixl", endpoint=b"", model_fingerprint="m",
+            memory=memory,
+        )  # fmt: skip
+
+    async def run() -> None:
+        front = make_front(plan)
+        planned = front.info().memory
+        assert planned is not None and (planned.device_bytes, planned.is_measured) == (96 * 2**30, False)
+        front.on_ready([rank(0, 2**33), rank(1, 2**32), rank(2, 2**34)])
+        await asyncio.sleep(0)
+        found = front.info().memory
+        assert found is not None and found.is_measured
+        assert (found.device_bytes, found.left_bytes) == (95 * 2**30, 2**32)
+
+    asyncio.run(run())

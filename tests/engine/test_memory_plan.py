@@ -68,11 +68,11 @@ def test_eager_steps_need_no_graphs() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_refusal_names_the_nearest_that_fit_and_they_are_the_nearest(role: str) -> None:
-    wanted = {"role": role, "gpu_memory_gib": 47.0, "max_model_len": 1048576, "max_num_seqs": 200}
+    wanted = {"role": role, "gpu_memory_gib": 46.2, "max_model_len": 1048576, "max_num_seqs": 200}
     with pytest.raises(PlanError) as refused:
         plan(**wanted)
     text = str(refused.value)
-    assert "but a GPU has 47.00 GiB" in text and "weights 4" in text
+    assert "but a GPU has 46.20 GiB" in text and "weights 4" in text
     nearest = dict(setting.split() for setting in text.partition("each alone: ")[2].partition(". Or")[0].split("; "))
     assert set(nearest) == {"max_num_seqs", "max_model_len", "ranks"}
     for name, value in nearest.items():
@@ -146,6 +146,16 @@ def test_start_without_a_graph_of_an_admitted_batch_is_refused() -> None:
     nodes = dict.fromkeys(found.summary().graph_sizes[:-1], 600)
     with pytest.raises(PlanError, match="no graph of 64 sequences"):
         found.corrected(measured(found, free=20 * GIB, graph_nodes=nodes))
+
+
+def test_a_prompt_s_workspace_counts_before_a_chunk_has_run() -> None:
+    found = plan(role="prefill", max_num_batched_tokens=8192)
+    workspace = part(found, "workspace")
+    corrected = found.corrected(measured(found, free=2 * workspace, workspace_bytes=2**20))
+    assert part(corrected, "workspace") == workspace
+    assert corrected.left_bytes == 2 * workspace - (workspace - 2**20)
+    with pytest.raises(PlanError, match="are left after start"):
+        found.corrected(measured(found, free=workspace, workspace_bytes=2**20))
 
 
 # ---------------------------------------------------------------- a model that is not here

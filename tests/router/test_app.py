@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
+import msgspec
 import pytest
 
-from router.protocol import PROTOCOL_VERSION
+from router.protocol import PROTOCOL_VERSION, MemoryPart, MemorySummary, WorkerInfo
+from router.workers import Worker
 
 
 def test_ready_cluster_lists_its_model(cluster):
@@ -44,6 +48,20 @@ def test_topology_shows_pairs_workers_and_ranks(cluster):
     assert worker["ranks"][0]["numa"] == {"status": "simulated", "node": 0, "cpus": "0-1", "evidence": ""}
     assert worker["fingerprints"] == {"model": "model-1", "layout": "layout-1", "protocol": PROTOCOL_VERSION}
     assert topology["router"]["state"] == "ready"
+
+
+def test_topology_shows_what_a_worker_s_memory_goes_to():
+    memory = MemorySummary(
+        device_bytes=9, parts=[MemoryPart(name="weights", num_bytes=4)], left_bytes=5, cache_tokens=0, max_num_seqs=2,
+        max_model_len=8, context_at_full_batch=4, context_that_fits=6, longest_context=8, largest_batch=1,
+        graph_sizes=[1, 2], graph_nodes={1: 600, 2: 610},
+    )  # fmt: skip
+    worker = Worker("http://w", "decode")
+    about = {"id": "d", "role": "decode", "url": "http://w", "state": "ready", "generation": 1, "leader_pid": 2}
+    worker.info = WorkerInfo(**about, memory=memory)
+    shown = json.loads(msgspec.json.encode(worker.describe()))["memory"]
+    assert shown["parts"] == [{"name": "weights", "num_bytes": 4, "how": "", "planned_bytes": 0}]
+    assert (shown["left_bytes"], shown["graph_nodes"]) == (5, {"1": 600, "2": 610})
 
 
 @pytest.mark.parametrize(
