@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         trace = profiler.stop()
     floor = engine.floor.parts(args.batch, args.context)
     bill = make_bill(trace, steps=args.steps + 1, floor=floor, device=engine.device if trace.is_device else None)
-    report = report_of(bill, engine.device, batch=args.batch, context=args.context, step_ms=step_ms)
+    report = report_of(bill, engine.device, floor, batch=args.batch, context=args.context, step_ms=step_ms)
     nodes = engine.nodes(args.batch)
     return report | {"conditions": engine.conditions(), "nodes": nodes, "trace": str(args.trace or "")}
 
