@@ -24,6 +24,7 @@ from engine.flags import parse_flags
 from engine.kernel_bill import make_bill
 from engine.steady_batch import StepFailed
 
+_KERNELS = 5  # of a line, in the table
 _SMALL = 0.001  # of the step: lines below are shown together, and apart in the JSON
 
 _EXAMPLES = """\
@@ -37,6 +38,7 @@ what the table says
   share, us   of a step; lines add up to the step. Where kernels overlap, an instant is the one's that runs longest:
               a line says what the part adds behind what came before it
   calls       launches a step, and microseconds of each
+  kernels     calls, name, grid and microseconds of each, the dearest first
   floor, x    bytes that the part must read over bandwidth (or its products over their rate), and how many times that
   if free     how many times faster the step would be without the part: what there is to gain at most
   idle        instants at which the device ran nothing, inside a step and between two
@@ -93,7 +95,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         trace = profiler.stop()
     floor = engine.floor.parts(args.batch, args.context)
     bill = make_bill(trace, steps=args.steps + 1, floor=floor, device=engine.device if trace.is_device else None)
-    report = report_of(bill, engine.device, batch=args.batch, context=args.context, step_ms=step_ms)
+    report = report_of(bill, engine.device, floor, batch=args.batch, context=args.context, step_ms=step_ms)
     nodes = engine.nodes(args.batch)
     return report | {"conditions": engine.conditions(), "nodes": nodes, "trace": str(args.trace or "")}
 
@@ -122,7 +124,7 @@ def show(report: dict[str, Any]) -> None:
             number(line["floor_us"], 1),
             number(line["over_floor"], 1),
             "all" if line["speedup_if_free"] is None else f"{line['speedup_if_free']:.2f}x",
-            escape(", ".join(f"{calls:g} {name}" for name, calls in _kernels(line).items())),
+            escape(_kernels(line)),
         )
     rest = [line for line in bill["lines"] if line not in shown]
     if rest:
@@ -134,10 +136,16 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"trace: {report['trace']}", markup=False)
 
 
-def _kernels(line: dict[str, Any]) -> dict[str, float]:
-    """Return the kernels of a line with their rounded calls, if they say more than its name does."""
-    kernels = {name: round(calls, 1) for name, calls in line["kernels"].items()}
-    return {} if list(kernels) == [line["part"]] else kernels
+def _kernels(line: dict[str, Any]) -> str:
+    """Return the dearest kernels of a line with their grids, if they say more than its name does."""
+    kernels = list(line["kernels"].items())
+    if [name for name, _ in kernels] == [line["part"]]:
+        return ""
+    told = [
+        f"{kernel['calls']:.3g} {name} at {kernel['us'] / kernel['calls']:.1f}" for name, kernel in kernels[:_KERNELS]
+    ]
+    more = [f"{len(kernels) - _KERNELS} more"] if len(kernels) > _KERNELS else []
+    return ", ".join(told + more)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

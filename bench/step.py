@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.steady_batch import SteadyBatch, Step
 
 WARM_STEPS = 20
-WIDTH = 140  # of a table that goes to a file
+WIDTH = 180  # of a table that goes to a file
 
 _EXAMPLES = """\
 examples

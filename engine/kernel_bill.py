@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.kernel_parts import FIRST_OF_STEP, LAST_OF_STEP, parts_of
+from engine.kernel_parts import FIRST_OF_STEP, LAST_OF_STEP, parts_of, short
 from engine.step_floor import Ceilings, Part
 
 IDLE_INSIDE = "device idle inside a step"
@@ -27,11 +27,12 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Launch(NamedTuple):
-    """One kernel, copy or operation of a trace. Times in microseconds."""
+    """One kernel, copy or operation of a trace. Times in microseconds.   grid: of a kernel, as "132x16"."""
 
     name: str
     start: float
     end: float
+    grid: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,18 +43,26 @@ class Trace:
     is_device: bool
 
 
+@dataclasses.dataclass(slots=True)
+class Kernel:
+    """Launches of one kernel with one grid. calls, us: of a step."""
+
+    calls: float = 0.0
+    us: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A part of the step. kernels: calls a step by name.   us: of a step.   floor_us: None where there is no floor."""
+    """A part of the step. kernels: by name and grid.   us: of a step.   floor_us: None where there is no floor."""
 
     part: str
-    kernels: dict[str, float]
+    kernels: dict[str, Kernel]
     us: float
     floor_us: float | None
 
     @property
     def calls(self) -> float:
-        return sum(self.kernels.values())
+        return sum(kernel.calls for kernel in self.kernels.values())
 
     @property
     def over_floor(self) -> float | None:
@@ -94,7 +103,10 @@ class KernelBill:
                     "floor_us": line.floor_us,
                     "over_floor": line.over_floor,
                     "speedup_if_free": self.speedup(line) if line.us < self.step_us else None,
-                    "kernels": line.kernels,
+                    "kernels": {
+                        name: {"calls": kernel.calls, "us": kernel.us}
+                        for name, kernel in sorted(line.kernels.items(), key=lambda item: -item[1].us)
+                    },
                 }
                 for line in self.lines
             ],
@@ -125,8 +137,15 @@ def read_trace(path: Path) -> Trace:
         found = max(threads.values(), key=len, default=[])
     if not found:
         raise ValueError(f"{path}: neither kernels nor operations in it; profile while steps run")
-    launches = [Launch(e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found]
+    launches = [
+        Launch(e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"]), _grid(e.get("args", {}))) for e in found
+    ]
     return Trace(sorted(launches, key=lambda launch: (launch.start, -launch.end)), is_device)
+
+
+def _grid(args: dict[str, Any]) -> str:
+    """Return the grid of a kernel without the dimensions that are 1."""
+    return "x".join(str(size) for size in args.get("grid", ()) if size != 1)
 
 
 def make_bill(trace: Trace, *, steps: int, floor: Sequence[Part] = (), device: Ceilings | None = None) -> KernelBill:
@@ -150,10 +169,11 @@ def make_bill(trace: Trace, *, steps: int, floor: Sequence[Part] = (), device: C
         lost = {OUTSIDE: outside}
 
     us: dict[str, float] = defaultdict(float)
-    kernels: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    kernels: dict[str, dict[str, Kernel]] = defaultdict(lambda: defaultdict(Kernel))
     for launch, part, length in zip(launches, parts, own, strict=True):
         us[part] += length / steps
-        kernels[part][launch.name] += 1 / steps
+        kernel = kernels[part][f"{short(launch.name)} {launch.grid}".rstrip()]
+        kernel.calls, kernel.us = kernel.calls + 1 / steps, kernel.us + length / steps
     us |= {name: length / steps for name, length in lost.items()}
     floors = {part.name: part.floor_us(device) for part in floor} if device else {}
     lines = [Line(part, dict(kernels[part]), length, floors.get(part) or None) for part, length in us.items()]

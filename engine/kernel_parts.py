@@ -3,7 +3,7 @@
 Products of a few tokens with a matrix are one kernel wherever they stand in a layer. Between which others a launch
 stands says which product it is: what comes before attention projects, what follows it is its output, what stands among
 the experts is the shared one, and what comes before sampling is the head. Two products of one part are told apart by
-their programs, not by name. Kernels that are in no table are a part of their own, under their own name.
+their grids only. Kernels that are in no table are a part of their own, under their own name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "hyper-connections": ("spread_kernel", "finish_kernel"),
+    "hyper-connections": ("spread_kernel", "finish_kernel", "joined_kernel"),
     "cache write": ("cache_write_kernel", "commit_window_kernel", "store_rows_kernel"),
     "indexer": ("query_kernel", "logits_kernel", "top_k_kernel"),
     "attention": ("attention_kernel", "combine_kernel"),
@@ -21,7 +21,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sampling": ("scan_kernel", "weigh_kernel", "choose_kernel"),
     "begin and end": ("begin_step_kernel", "end_step_kernel"),
 }
-PRODUCTS = ("few_kernel", "many_kernel", "held_kernel", "quantize_kernel", "norm_kernel")
+PRODUCTS = (
+    "few_kernel", "many_kernel", "held_kernel", "few_pair_kernel", "many_pair_kernel", "quantize_kernel", "norm_kernel",
+)  # fmt: skip
 FIRST_OF_STEP, LAST_OF_STEP = PARTS["begin and end"]
 
 _PART_OF = {kernel: part for part, kernels in PARTS.items() for kernel in kernels}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from engine.model.moe import keeps_packed
 from engine.model.shard import Shard
 from engine.plan import Profile, Profiled, StepPlan
 from engine.served_model import served_model
-from engine.step_floor import StepFloor, formats_of
+from engine.step_floor import Part, StepFloor, formats_of
 from kernels.gpu_timer import Device, describe
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class RankProfile:
         device = describe(self._runner.device) if trace.is_device else None
         floor = floor_of(self._runner).parts(batch, context) if self._tokens == self._rows else []
         bill = make_bill(trace, steps=self._plans, floor=floor, device=device)
-        report = report_of(bill, device, batch=batch, context=context, step_ms=1000 * seconds / self._plans)
+        report = report_of(bill, device, floor, batch=batch, context=context, step_ms=1000 * seconds / self._plans)
         return Profiled(rank=rank, number=number, report=msgspec.json.encode(report | {"trace": str(self._path)}))
 
 
@@ -112,12 +113,13 @@ def floor_of(runner: ModelRunner) -> StepFloor:
 
 
 def report_of(
-    bill: KernelBill, device: Device | None, *, batch: float, context: float, step_ms: float
+    bill: KernelBill, device: Device | None, floor: Sequence[Part], *, batch: float, context: float, step_ms: float
 ) -> dict[str, Any]:
     """Return a profile as JSON takes it. step_ms: as measured on the host; device: None where there is no GPU."""
     return {
         "device": device.name if device else "CPU",
         "bandwidth": device.bandwidth if device else None,
+        "floor_parts": {part.name: {"bytes": part.num_bytes, "flops": part.flops} for part in floor},
         "batch": batch,
         "context": context,
         "step_ms": step_ms,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernel_bill import IDLE_BETWEEN, IDLE_INSIDE, OUTSIDE, Launch, Trace, make_bill, read_trace
+from engine.kernel_bill import IDLE_BETWEEN, IDLE_INSIDE, OUTSIDE, Kernel, Launch, Trace, make_bill, read_trace
 from engine.kernel_parts import PARTS, PRODUCTS, parts_of, short
 from engine.step_floor import Part
 
@@ -111,6 +111,12 @@ def test_calls_floor_and_ceiling_stand_beside_the_time():
     json.dumps(bill.to_json(), allow_nan=False)
 
 
+def test_launches_of_one_kernel_are_told_apart_by_their_grids():
+    launches = [("up_kernel", 0, 4, "64"), ("up_kernel", 4, 9, "64"), ("up_kernel", 9, 10, "8x2")]
+    (line,) = [line for line in make_bill(trace(*launches), steps=1).lines if line.part == "routed experts"]
+    assert line.kernels == {"up_kernel 64": Kernel(2, 9), "up_kernel 8x2": Kernel(1, 1)}
+
+
 def test_operations_of_the_cpu_are_billed_without_those_they_call():
     launches = [Launch("linear", 0, 10), Launch("mm", 2, 8), Launch("add", 12, 13)]
     bill = make_bill(Trace(launches, is_device=False), steps=1)
@@ -134,8 +140,8 @@ def test_of_a_trace_with_kernels_nothing_else_is_read_but_copies(tmp_path):
     events = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9, "tid": 1},
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoH", "ts": 5.5, "dur": 1, "tid": 7},
-        {"ph": "X", "cat": "kernel", "name": "up_kernel", "ts": 1, "dur": 2, "tid": 7},
+        {"ph": "X", "cat": "kernel", "name": "up_kernel", "ts": 1, "dur": 2, "tid": 7, "args": {"grid": [3, 1, 2]}},
         {"ph": "i", "cat": "kernel", "name": "marker", "ts": 1},
     ]
     path.write_text(json.dumps({"traceEvents": events}))
-    assert read_trace(path) == trace(("up_kernel", 1, 3), ("Memcpy DtoH", 5.5, 6.5))
+    assert read_trace(path) == trace(("up_kernel", 1, 3, "3x2"), ("Memcpy DtoH", 5.5, 6.5))
