@@ -259,7 +259,7 @@ def _launch(
     fixed |= {"launch_pdl": True} if pdl else {}
     fixed |= {} if held else {"SHIFT": offset[1], "KIND": kind}
     if few:
-        registers = _register_limit(tile, cut, is_wide=x.dtype == torch.float32)
+        registers = _register_limit(tile, cut, is_wide=x.dtype == torch.float32, is_gated=limit is not None)
         most = {} if registers is None else {"maxnreg": registers}
         few_kernel[grid](
             out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
@@ -289,12 +289,13 @@ def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool) -> int | None:
+def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool, is_gated: bool) -> int | None:
     """Return the limit a thread, None for none.
 
-    Programs that share channels are about as many as multiprocessors: nothing is spilled to make room for more.
+    Programs that share channels are about as many as multiprocessors: nothing is spilled to make room for more. Gated
+    ones can't be lean, so they would spill.
     """
-    if is_wide:
+    if is_wide or (is_gated and cut["SHARES"] == 1):
         return None
     return tile.constants["REGISTERS"] or (128 if cut["SHARES"] > 1 else None)
 
@@ -424,5 +425,5 @@ def _variant(
         tile.num_stages,
         tensor_ops=("QMMA",) if quantize else ("HMMA",),
         unaligned=[name for name in _UNALIGNED if name in kernel.arg_names],
-        maxnreg=_register_limit(tile, cut, is_wide=x == "*fp32") if few else None,
+        maxnreg=_register_limit(tile, cut, is_wide=x == "*fp32", is_gated=limit is not None) if few else None,
     )
