@@ -19,7 +19,7 @@ from kernels.row_store import scale_row_bytes, store_rows, value_bytes
 from kernels.rows import Rows
 from kernels.tiles import Tile
 
-DIM, INDEX_DIM, ROPE, WINDOW, BLOCK_TOKENS = 512, 128, 64, 128, 256
+DIM, INDEX_DIM, INDEX_HEADS, ROPE, WINDOW, BLOCK_TOKENS = 512, 128, 64, 64, 128, 256
 # Where in its entry each sequence's token stands: as it comes, or the most expensive step there is.
 PHASES: dict[str, Callable[[int, int], int]] = {
     "mixed": lambda b, ratio: (37 * b + 5) % max(ratio, 1),
@@ -83,6 +83,8 @@ def _bench(
 def _bytes(position: int, ratio: int, heads: int, keys: str) -> int:
     """Return what one token moves: inputs and state once each; weights are shared by all and left out."""
     total = 2 * DIM + value_bytes("packed", DIM) + scale_row_bytes("packed", DIM) + heads * 2 * 2 * DIM
+    if keys:  # the indexer's queries and weights, as they come and made ready
+        total += INDEX_HEADS * (INDEX_DIM * (2 + (1 if keys == "fp8_index" else 2)) + 4 + 4)
     for width, fmt in ((DIM, "packed"), (INDEX_DIM, keys)):
         if not ratio or not fmt:
             continue
@@ -153,12 +155,16 @@ def step(
     q_out = None if q is None else torch.empty_like(q)
     rotation, turned = rotation_at(batch.positions, frequencies), rotation_at(batch.positions - ratio + 1, frequencies)
     main = pooling("packed", DIM) if ratio else None
-    index = pooling(keys, INDEX_DIM) if keys else None
+    index, index_q, index_weight = None, None, None
+    if keys:
+        index, index_q = pooling(keys, INDEX_DIM), normal(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16)
+        index_weight = normal(tokens, INDEX_HEADS)
 
     def launch() -> object:
         cache_write(
             batch, kv=kv, kv_norm=kv_norm, rotation=rotation, window=window, eps=1e-6, q=q, q_out=q_out, ratio=ratio,
-            entry_rotation=turned if ratio else None, main=main, index=index, staging=staging, tile=tile,
+            entry_rotation=turned if ratio else None, main=main, index=index, index_q=index_q,
+            index_weight=index_weight, index_scale=(INDEX_HEADS * INDEX_DIM) ** -0.5, staging=staging, tile=tile,
         )  # fmt: skip
         if staging is not None:
             commit_window(batch, staging, window)

@@ -1,9 +1,10 @@
-"""What a decode step stores in one layer's cache, and its queries, in one launch.
+"""What a decode step stores in one layer's cache, its queries, and those of the indexer, in one launch.
 
     q   = rope(rms(q))                                  each head by itself, no weight; bfloat16, may be in place
     kv  = rope(rms(kv) * w), rounded to the window's format, into the ring at position mod W, or into a staging row
     K|G of the compressors (kernels/compress.py) move their state on; an entry that a token completes is pooled, then
         rope(rms(entry) * w) at the entry's first position, times the Hadamard matrix if asked, rounded, into its block
+    the indexer's queries: turned, rounded like its keys, scales folded into weights (indexer_decode.index_query)
 
 A window row may go straight into the ring only with one token a sequence: it overwrites the row that has just left the
 window. With more it goes to `staging` (unit = token), which attention reads, and `commit_window` moves it to the ring
@@ -26,6 +27,7 @@ from torch import Tensor
 from kernels.cache_write import write_entries_reference, write_window_reference
 from kernels.cache_write_triton import cache_write_kernel, commit_window_kernel, constants_of
 from kernels.compress import CSA_RATIO, HCA_RATIO, compress_csa_reference, compress_hca_reference
+from kernels.indexer_decode import IndexQuery, check_queries, index_query_reference
 from kernels.norm_rope import rms_norm_reference, rope_reference
 from kernels.quant import hadamard
 from kernels.ragged import DecodeBatch, RaggedBatch
@@ -55,6 +57,14 @@ class Pooling:
     state: Rows
     pool: Rows
     hadamard: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """What cache_write returns. q: turned queries [T, H, D], None without.   index: ready for index_select, or None."""
+
+    q: Tensor | None
+    index: IndexQuery | None
 
 
 def staging_rows(num_tokens: int, like: Rows) -> Rows:
@@ -102,8 +112,11 @@ def cache_write_reference(
     entry_rotation: Tensor | None = None,
     main: Pooling | None = None,
     index: Pooling | None = None,
+    index_q: Tensor | None = None,
+    index_weight: Tensor | None = None,
+    index_scale: float = 0.0,
     staging: Rows | None = None,
-) -> Tensor | None:
+) -> Written:
     """See cache_write."""
     ragged, token = _unpadded(batch)
     rows = rope_reference(rms_norm_reference(kv[token], kv_norm, eps), rotation[token])
@@ -123,13 +136,18 @@ def cache_write_reference(
             completes = token[(ragged.positions + 1) % ratio == 0]
             entry = rope_reference(rms_norm_reference(entry, pooling.norm, eps), entry_rotation[completes])
             write_entries_reference(hadamard(entry) if pooling.hadamard else entry, ragged, ratio, pooling.pool)
+    ready = None
+    if index is not None and index_q is not None and index_weight is not None:
+        ready = index_query_reference(
+            index_q, index_weight, batch, rotation, fmt=index.pool.format, scale=index_scale, hadamard=index.hadamard
+        )
     if q is None:
-        return None
+        return Written(None, ready)
     out = torch.empty_like(q, dtype=torch.bfloat16) if q_out is None else q_out
     turned = rope_reference(rms_norm_reference(q[token], None, eps), rotation[token])
     out.zero_()
     out[token] = turned.to(out.dtype)
-    return out
+    return Written(out, ready)
 
 
 def cache_write(
@@ -146,41 +164,50 @@ def cache_write(
     entry_rotation: Tensor | None = None,
     main: Pooling | None = None,
     index: Pooling | None = None,
+    index_q: Tensor | None = None,
+    index_weight: Tensor | None = None,
+    index_scale: float = 0.0,
     staging: Rows | None = None,
     tile: Tile | None = None,
-) -> Tensor | None:
-    """Store a step's rows and return the turned queries [T, H, D] (bfloat16, or `q_out`), None without q.
+) -> Written:
+    """Store a step's rows; return the turned queries (bfloat16, or `q_out`) and the indexer's ready ones.
 
     kv: [T, D] float32 or bfloat16, any row stride.   kv_norm: [D] float32.   rotation: complex64 [T, R/2] of the
     tokens.   window: the layer's rings; with several tokens a sequence, `staging` takes the rows instead.
     q: [T, H, D] float32 or bfloat16.   q_out may be q.
     ratio: 0, 4 or 128; then `main`, with `index` at ratio 4 if the layer has an indexer.   entry_rotation: complex64
-    [T, R/2], of position - ratio + 1 (rows of tokens that complete no entry are not used).   tile: instead of the
-    table's.
+    [T, R/2], of position - ratio + 1 (rows of tokens that complete no entry are not used).
+    index_q: [T, HI, D of the index keys] float32 or bfloat16, index_weight: [T, HI] likewise, any row strides; both or
+    neither, and only with `index`, whose keys say format and Hadamard matrix.   index_scale: as scale of index_query.
+    tile: instead of the table's.
     With dependent launch the batch, the norms and the rotations are read before the kernel ahead has ended: neither it
     nor one that lets others begin early may have written them in this step. All other tensors are waited for.
     """
     tokens, dim = kv.shape
     _check(batch, kv, kv_norm, rotation, window, q, q_out, ratio, entry_rotation, main, index, staging)
+    _check_index_queries(batch, rotation, index, index_q, index_weight)
     if not uses_triton(kv):
         return cache_write_reference(
             batch, kv=kv, kv_norm=kv_norm, rotation=rotation, window=window, eps=eps, q=q, q_out=q_out, ratio=ratio,
-            entry_rotation=entry_rotation, main=main, index=index, staging=staging,
+            entry_rotation=entry_rotation, main=main, index=index, index_q=index_q, index_weight=index_weight,
+            index_scale=index_scale, staging=staging,
         )  # fmt: skip
     heads = 0 if q is None else q.shape[1]
     if q is not None and q_out is None:
         q_out = torch.empty_like(q, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    index_heads = 0 if index_q is None else index_q.shape[1]
+    ready = None if index is None or index_q is None else IndexQuery.empty(index_q, index.pool.format)
     tile = tile or tile_for("cache_write", arch_of(kv.device), heads=heads, tokens=tokens)
     pdl = HAS_PDL(kv.device)
     constants = constants_of(
         window.format, dim, 2 * rotation.shape[1], ratio, tile, rows=window.rows,
         pool_rows=0 if main is None else main.pool.rows, index=None if index is None else index.pool,
-        hadamard=index is not None and index.hadamard, staged=staging is not None, queries=q is not None,
-        single=batch.max_query_len == 1, pdl=pdl,
+        hadamard=index is not None and index.hadamard, staged=staging is not None,
+        index_heads=index_heads, queries=q is not None, single=batch.max_query_len == 1, pdl=pdl,
     )  # fmt: skip
     blocks = -(-heads // tile.constants["BLOCK_H"])
     poolings = [pooling for pooling in (main, index) if pooling is not None]
-    parts = 1 + len(poolings) + blocks
+    parts = 1 + len(poolings) + -(-index_heads // constants["INDEX_BLOCK"]) + blocks
     cache_write_kernel[(parts, tokens)](
         batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots, batch.block_table,
         batch.block_table.shape[1], min((p.pool.num_units for p in poolings), default=0),
@@ -189,9 +216,12 @@ def cache_write(
         kv, kv.stride(0), kv_norm, torch.view_as_real(rotation), *row_args(window if staging is None else staging),
         *_pooling_args(main), *_pooling_args(index),
         None if entry_rotation is None else torch.view_as_real(entry_rotation),
+        index_q, 0 if index_q is None else index_q.stride(0), index_weight,
+        0 if index_weight is None else index_weight.stride(0), index_scale,
+        None if ready is None else ready.words, None if ready is None else ready.weight,
         **constants, num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return q_out
+    return Written(q_out, ready)
 
 
 def _pooling_args(pooling: Pooling | None) -> tuple[Any, ...]:
@@ -264,6 +294,18 @@ def _check(
                 raise ValueError("a compressor needs the rotation of its entries")
             if pooling.pool.rows != (main or pooling).pool.rows:
                 raise ValueError("entries and index keys must lie in blocks of as many rows")
+
+
+def _check_index_queries(
+    batch: DecodeBatch, rotation: Tensor, index: Pooling | None, q: Tensor | None, weight: Tensor | None
+) -> None:
+    if q is None and weight is None:
+        return
+    if q is None or weight is None or index is None:
+        raise ValueError("the indexer's queries need their weights, and a compressor of its keys")
+    if q.dim() != 3 or q.shape[2] != index.pool.width:
+        raise ValueError(f"the indexer's queries {tuple(q.shape)} for keys of {index.pool.width} channels")
+    check_queries(q, weight, batch, rotation, fmt=index.pool.format, hadamard=index.hadamard)
 
 
 def _check_pooling(pooling: Pooling, tokens: int, dim: int, ratio: int) -> None:

@@ -1,9 +1,9 @@
 """The kernels of cache_write_decode.py: one launch that writes what a decode step stores, and the move from staging.
 
 `cache_write_kernel` has one program for each (part, token): the compressors first, since theirs is the longest chain of
-loads, then kv, then groups of query heads. With several tokens a sequence, the compressor's program of the first one
-follows the sequence and the others' end at once. Loads of what no recent kernel writes come before the wait for the
-kernel ahead, and before any reduction, whose barrier they can't overtake.
+loads, then kv, then groups of the indexer's query heads, then of query heads. With several tokens a sequence, the
+compressor's program of the first one follows the sequence and the others' end at once. Loads of what no recent kernel
+writes come before the wait for the kernel ahead, and before any reduction, whose barrier they can't overtake.
 
 What has no place (an entry without a block, a slot that doesn't exist) is not stored, wherever a number out of range
 would lead, and the token's row of keys becomes NaN instead: nothing may wait for the host, so attention must notice.
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.compress_decode import csa_keep, csa_pool, hca_add, hca_keep, hca_resume
+from kernels.indexer_query_triton import store_queries
 from kernels.row_store import (
     group_of,
     hadamard_pairs,
@@ -155,10 +156,8 @@ def _turn_queries(
     """Norm and turn BLOCK_H heads of one token from `first` on; zeros for padding."""
     h = first + tl.arange(0, BLOCK_H)[:, None]
     at = h * D + tl.arange(0, D)[None, :]
-    pair = tl.arange(0, D // 2) - (D - ROPE) // 2
-    turned = pair >= 0
-    cos = tl.load(rotation + 2 * pair, mask=turned, other=1.0)[None, :]
-    sin = tl.load(rotation + 2 * pair + 1, mask=turned, other=0.0)[None, :]
+    turned = tl.arange(0, D // 2) >= (D - ROPE) // 2
+    cos, sin = load_rotation(rotation, D, D, ROPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(q + token.to(tl.int64) * q_stride + at, mask=(h < heads) & (not is_padding), other=0.0).to(tl.float32)
@@ -167,6 +166,26 @@ def _turn_queries(
     e, o = tl.where(turned[None, :], e * cos - o * sin, e), tl.where(turned[None, :], o * cos + e * sin, o)
     y = tl.reshape(tl.join(e, o), (BLOCK_H, D)).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * out_stride + at, y, mask=h < heads)
+
+
+@triton.jit
+def _ready_index_queries(
+    token, first, is_padding, q, q_stride, weight, weight_stride, scale, out, out_weight, rotation,
+    HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, IS_FP8: tl.constexpr, HADAMARD: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Make BLOCK heads of the indexer's queries ready, of one token from `first` on; zeros for padding."""
+    h = first + tl.arange(0, BLOCK)
+    used = (h < HEADS) & (not is_padding)
+    cos, sin = load_rotation(rotation, D, D, ROPE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = q + token.to(tl.int64) * q_stride + h[:, None] * D + tl.arange(0, D)[None, :]
+    x = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
+    factor = tl.load(weight + token.to(tl.int64) * weight_stride + h, mask=used, other=0.0).to(tl.float32)
+    store_queries(
+        x, factor, used, token, h, cos, sin, scale, out, out_weight, HEADS, D, ROPE, IS_FP8, HADAMARD, BLOCK
+    )  # fmt: skip
 
 
 _UNALIGNED = ("window", "window_scales", "pool", "pool_scales", "keys", "key_scales")
@@ -180,16 +199,17 @@ def cache_write_kernel(
     kv, kv_stride, kv_norm, rotation, window, window_scales, window_unit,
     main, main_stride, main_bias, main_norm, main_state, main_state_unit, pool, pool_scales, pool_unit,
     index, index_stride, index_bias, index_norm, index_state, index_state_unit, keys, key_scales, key_unit,
-    entry_rotation,
+    entry_rotation, index_q, index_q_stride, index_weight, index_weight_stride, index_scale, ready, ready_weight,
     D: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, STAGED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     RATIO: tl.constexpr, POOL_ROWS: tl.constexpr,
     INDEX_D: tl.constexpr, INDEX_FORMAT: tl.constexpr, INDEX_GROUP: tl.constexpr, INDEX_BYTES: tl.constexpr,
-    INDEX_SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr,
+    INDEX_SCALE_BYTES: tl.constexpr, HADAMARD: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX_BLOCK: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part, token); parts: main compressor, index compressor, kv, then blocks of heads, as far as there are
-    any."""
+    """Program (part, token); parts: main compressor, index compressor, kv, then blocks of the indexer's heads, then of
+    heads, as far as there are any."""
+    READY: tl.constexpr = (INDEX_HEADS + INDEX_BLOCK - 1) // INDEX_BLOCK
     MAIN: tl.constexpr = 1 if RATIO > 0 else 0
     INDEX: tl.constexpr = 1 if INDEX_D > 0 else 0
     part = tl.program_id(0)
@@ -270,9 +290,16 @@ def cache_write_kernel(
                 )
         elif PDL:
             tl.extra.cuda.gdc_wait()
+    elif part < MAIN + INDEX + 1 + READY:
+        if INDEX_HEADS > 0:
+            _ready_index_queries(
+                token, (part - MAIN - INDEX - 1) * INDEX_BLOCK, seq < 0, index_q, index_q_stride, index_weight,
+                index_weight_stride, index_scale, ready, ready_weight, rotation + token * ROPE,
+                INDEX_HEADS, INDEX_D, ROPE, INDEX_FORMAT == "fp8_index", HADAMARD, INDEX_BLOCK, PDL,
+            )  # fmt: skip
     else:
         if QUERIES:
-            first = (part - MAIN - INDEX - 1) * BLOCK_H
+            first = (part - MAIN - INDEX - 1 - READY) * BLOCK_H
             _turn_queries(
                 token, first, seq < 0, q, q_stride, q_out, q_out_stride, heads, rotation + token * ROPE, eps,
                 D, ROPE, BLOCK_H, PDL,
@@ -311,9 +338,11 @@ def commit_window_kernel(
 
 def constants_of(
     fmt: str, dim: int, rope: int, ratio: int, tile: Tile, *, rows: int, pool_rows: int, index: Rows | None,
-    hadamard: bool, staged: bool, queries: bool, single: bool, pdl: bool,
+    hadamard: bool, staged: bool, index_heads: int, queries: bool, single: bool, pdl: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return every constexpr of cache_write_kernel."""
+    """Return every constexpr of cache_write_kernel. index_heads: of the indexer's queries, 0 if they are not given."""
+    # The transform adds: one cut for all, or a token's bits would follow from the number of tokens.
+    index_block = HADAMARD_HEADS if hadamard else tile.constants["INDEX_H"]
     return {
         "D": dim, "ROPE": rope, "WINDOW": rows, "STAGED": staged,
         "FORMAT": fmt, "GROUP": group_of(fmt, dim), "ROW_BYTES": value_bytes(fmt, dim),
@@ -323,10 +352,12 @@ def constants_of(
         "INDEX_GROUP": 0 if index is None else group_of(index.format, index.width),
         "INDEX_BYTES": 0 if index is None else value_bytes(index.format, index.width),
         "INDEX_SCALE_BYTES": 0 if index is None else scale_row_bytes(index.format, index.width),
-        "HADAMARD": hadamard,
+        "HADAMARD": hadamard, "INDEX_HEADS": index_heads, "INDEX_BLOCK": index_block if index_heads else 1,
         "QUERIES": queries, "BLOCK_H": tile.constants["BLOCK_H"], "SINGLE": single, "PDL": pdl,
     }  # fmt: skip
 
+
+HADAMARD_HEADS = 8
 
 _SIGNATURE = {
     "positions": "*i32", "sequence": "*i32", "starts": "*i32", "query_start": "*i32", "slots": "*i32",
@@ -338,9 +369,12 @@ _SIGNATURE = {
     "main_state_unit": "i32", "pool": "*u8", "pool_scales": "*u8", "pool_unit": "i32",
     "index": "*fp32", "index_stride": "i32", "index_bias": "*fp32", "index_norm": "*fp32", "index_state": "*fp32",
     "index_state_unit": "i32", "keys": "*u8", "key_scales": "*u8", "key_unit": "i32", "entry_rotation": "*fp32",
+    "index_q": "*bf16", "index_q_stride": "i32", "index_weight": "*fp32", "index_weight_stride": "i32",
+    "index_scale": "fp32", "ready": "*i16", "ready_weight": "*fp32",
 }  # fmt: skip
 _MAIN = ("main", "main_bias", "main_norm", "main_state", "pool", "pool_scales")
 _INDEX = ("index", "index_bias", "index_norm", "index_state", "keys", "key_scales")
+_READY = ("index_q", "index_weight", "ready", "ready_weight")
 
 
 def variants(arch: str) -> list[Variant]:
@@ -363,13 +397,15 @@ def _variant(name: str, ratio: int, index: str | None, tile: Tile, single: bool)
     keys = None if index is None else Rows(index, 128, torch.empty(0))
     values = constants_of(
         "packed", 512, 64, ratio, tile, rows=128, pool_rows=256 // ratio if ratio else 0, index=keys,
-        hadamard=index == "fp4_index", staged=not single, queries=True, single=single, pdl=True,
+        hadamard=index == "fp4_index", staged=not single, index_heads=64 if index else 0, queries=True, single=single,
+        pdl=True,
     )  # fmt: skip
-    left_out = [*(() if ratio else (*_MAIN, "entry_rotation")), *(() if index else _INDEX)]
+    left_out = [*(() if ratio else (*_MAIN, "entry_rotation")), *(() if index else (*_INDEX, *_READY))]
+    signature = _SIGNATURE | {"ready": "*fp16" if index == "fp4_index" else "*i16"}
     return Variant(
         op=f"cache_write {name}{'' if single else ', several tokens'}",
         kernel=cache_write_kernel,
-        signature={arg: kind for arg, kind in _SIGNATURE.items() if arg not in left_out},
+        signature={arg: kind for arg, kind in signature.items() if arg not in left_out},
         constants={**values, **dict.fromkeys(left_out)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

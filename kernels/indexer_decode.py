@@ -10,11 +10,12 @@ finite has read a key that was never written, and nobody may use its output: its
 sees, then -1, and attention makes NaN of that. So is the row of one whose block table ends too early, and of one whose
 scores had no room.
 
-Kernels: query_kernel; logits_kernel writes scores as tiles of BLOCK_N, those of one token together, tokens in order;
-top_k_kernel finds the k-th best by counting in bins. Grids are fixed by the device alone, and programs share what there
-really is to do: time follows the tokens' true lengths, read on the device, never the longest that is allowed. Scores
-take 4 bytes a visible entry, at most WORKSPACE_SCORES of them (64 MiB: 64 tokens at 2^20 positions), or what the block
-table can hold if that is less; parts of long rows 8 bytes x k for every CHUNK scores, and a CHUNK for every token.
+Kernels: query_kernel, whose part cache_write can take; logits_kernel writes scores as tiles of BLOCK_N, those of one
+token together, tokens in order; top_k_kernel finds the k-th best by counting in bins. Grids are fixed by the device
+alone, and programs share what there really is to do: time follows the tokens' true lengths, read on the device, never
+the longest that is allowed. Scores take 4 bytes a visible entry, at most WORKSPACE_SCORES of them (64 MiB: 64 tokens at
+2^20 positions), or what the block table can hold if that is less; parts of long rows 8 bytes x k for every CHUNK
+scores, and a CHUNK for every token.
 
 Products: FP8 keys meet FP8 queries in tensor cores, which on sm_90 keep about 14 bits of a sum of 32; FP4 keys and
 queries become f16, exactly while scales of a row differ by less than 2^23 (what lies below is lost in a float32 sum
@@ -64,6 +65,18 @@ class IndexQuery:
     format: str
     values: Tensor
     weight: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, fmt: str) -> IndexQuery:
+        """Return room for the queries that q [T, H, D] becomes, not initialised."""
+        dtype = torch.float8_e4m3fn if fmt == "fp8_index" else torch.float16
+        values = torch.empty(q.shape, dtype=dtype, device=q.device)
+        return cls(fmt, values, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
+
+    @property
+    def words(self) -> Tensor:
+        """values as kernels write them: pairs of codes as int16, or as they are."""
+        return self.values.view(torch.int16) if self.format == "fp8_index" else self.values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +145,29 @@ def index_query(
     tile: instead of the table's. A padding token's row is 0. With dependent launch the batch and the rotation are read
     before the kernel ahead has ended.
     """
+    check_queries(q, weight, batch, rotation, fmt=fmt, hadamard=hadamard)
+    if not uses_triton(q):
+        return index_query_reference(q, weight, batch, rotation, fmt=fmt, scale=scale, hadamard=hadamard)
+    piece = 16 // q.element_size()
+    if q.stride(0) % piece or q.data_ptr() % 16:
+        raise ValueError(f"queries {q.stride(0)} elements apart, {q.data_ptr() % 16} bytes off: wanted whole 16 bytes")
+    tokens, heads, dim = q.shape
+    out = IndexQuery.empty(q, fmt)
+    if tokens:
+        tile = tile or tile_for(QUERY, arch_of(q.device), hadamard=int(hadamard))
+        block = tile.constants["BLOCK_H"]
+        pdl, launch = _launch(q.device)
+        query_kernel[(tokens, cdiv(heads, block))](
+            q, weight, out.words, out.weight, torch.view_as_real(rotation), batch.sequence, scale,
+            q.stride(0) // piece, weight.stride(0),
+            H=heads, D=dim, ROPE=2 * rotation.shape[1], FORMAT=FORMATS[fmt], HADAMARD=hadamard, BLOCK_H=block,
+            PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
+        )  # fmt: skip
+    return out
+
+
+def check_queries(q: Tensor, weight: Tensor, batch: DecodeBatch, rotation: Tensor, *, fmt: str, hadamard: bool) -> None:
+    """Raise ValueError where arguments of index_query don't fit together."""
     tokens, heads, dim = q.shape
     if fmt not in FORMATS or dim not in (32, 64, 128) or (hadamard and dim != 128):
         raise ValueError(
@@ -146,25 +182,6 @@ def index_query(
         raise ValueError(f"rotation {tuple(rotation.shape)} {rotation.dtype}: wanted contiguous complex64 of {tokens}")
     if 2 * rotation.shape[1] > dim:
         raise ValueError(f"rotation of {2 * rotation.shape[1]} channels for queries of {dim}")
-    if not uses_triton(q):
-        return index_query_reference(q, weight, batch, rotation, fmt=fmt, scale=scale, hadamard=hadamard)
-    piece = 16 // q.element_size()
-    if q.stride(0) % piece or q.data_ptr() % 16:
-        raise ValueError(f"queries {q.stride(0)} elements apart, {q.data_ptr() % 16} bytes off: wanted whole 16 bytes")
-    dtype = torch.float8_e4m3fn if fmt == "fp8_index" else torch.float16
-    values = torch.empty((tokens, heads, dim), dtype=dtype, device=q.device)
-    folded = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    if tokens:
-        tile = tile or tile_for(QUERY, arch_of(q.device), hadamard=int(hadamard))
-        block = tile.constants["BLOCK_H"]
-        pdl, launch = _launch(q.device)
-        query_kernel[(tokens, cdiv(heads, block))](
-            q, weight, values.view(torch.int16) if fmt == "fp8_index" else values, folded,
-            torch.view_as_real(rotation), batch.sequence, scale, q.stride(0) // piece, weight.stride(0),
-            H=heads, D=dim, ROPE=2 * rotation.shape[1], FORMAT=FORMATS[fmt], HADAMARD=hadamard, BLOCK_H=block,
-            PDL=pdl, num_warps=tile.num_warps, num_stages=1, **launch,
-        )  # fmt: skip
-    return IndexQuery(fmt, values, folded)
 
 
 def index_scores(

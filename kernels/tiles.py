@@ -163,6 +163,11 @@ def _logits(block_n: int, *, stages: int, resident: int, warps: int = 4, **upto:
     return Tile({"BLOCK_N": block_n, "STAGES": stages, "RESIDENT": resident}, num_warps=warps, upto=upto)
 
 
+def _write(heads: int, index_heads: int, *, warps: int = 4, **upto: int) -> Tile:
+    """A tile of cache_write: heads of a program that turns queries, and of one that makes the indexer's ready."""
+    return Tile({"BLOCK_H": heads, "INDEX_H": index_heads}, num_warps=warps, upto=upto)
+
+
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # row_bytes: of a row of weights.   mib: of all weights.
     "linear_few": {
@@ -299,8 +304,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_90": (Tile({"TILE": 2048, "CHUNK": 8192, "RESIDENT": 2}, num_warps=8),),
     },
     "cache_write": {
-        "sm_120": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),
-        "sm_90": (Tile({"BLOCK_H": 4}, num_warps=4, upto={"tokens": 16}), Tile({"BLOCK_H": 16}, num_warps=4)),
+        "sm_120": (_write(4, 8, tokens=16), _write(16, 16)),
+        "sm_90": (_write(4, 8, tokens=16), _write(16, 16)),
     },
 }
 

@@ -124,8 +124,8 @@ class Attention:
         """The same with decode kernels: one launch writes the cache, one attends."""
         window = cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
-        q, *index_q = self.q_up(latent, norm=self.q_norm, decodes=True)
-        pool, main, index = None, None, None
+        q, *of_latent = self.q_up(latent, norm=self.q_norm, decodes=True)
+        pool, main, index, index_q, index_weight = None, None, None, None, None
         if self.compressor is not None:
             name = "csa" if self.ratio == CSA_RATIO else "hca"
             pool = cache.rows(f"{name}_kv", self.index)
@@ -134,9 +134,10 @@ class Attention:
         if self.indexer is not None:
             keys = cache.rows("csa_index", self.index)
             index = self.indexer.pooling(of_index[0], state=cache.rows("index_state", self.index), keys=keys)
+            index_q, index_weight = self.indexer.heads_of(of_latent[0]), of_index[1]
         # With one token a sequence its row may replace in the ring the one that has left the window just now.
         staging = staging_rows(decode.num_tokens, window) if decode.max_query_len > 1 else None
-        turned = cache_write(
+        written = cache_write(
             decode,
             kv=kv,
             kv_norm=self.kv_norm.weight,
@@ -148,14 +149,18 @@ class Attention:
             entry_rotation=rotations.entries(self.ratio) if self.ratio else None,
             main=main,
             index=index,
+            index_q=index_q,
+            index_weight=index_weight,
+            index_scale=0.0 if self.indexer is None else self.indexer.scale,
             staging=staging,
         )
-        assert turned is not None
+        assert written.q is not None
         selected = None
         if self.indexer is not None:
-            selected = self.indexer.select_decode(index_q[0], of_index[1], decode, rotation, keys=keys)
+            assert written.index is not None
+            selected = self.indexer.select_decode(written.index, decode, keys=keys)
         out = sparse_attention_decode(
-            turned,
+            written.q,
             decode,
             window,
             sink=self.sink,

@@ -14,7 +14,7 @@ from kernels.cache_write import write_entries
 from kernels.cache_write_decode import Pooling
 from kernels.compress import compress_csa, compress_hca
 from kernels.indexer import index_entries
-from kernels.indexer_decode import index_query, index_select
+from kernels.indexer_decode import IndexQuery, index_select
 from kernels.norm_rope import rope
 from kernels.quant import hadamard
 from kernels.ragged import DecodeBatch, RaggedBatch
@@ -111,15 +111,15 @@ class Indexer:
             q = round_trip(q, keys.format)
         return index_entries(q, weight * self.scale, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
-    def select_decode(
-        self, query: Tensor, weight: Tensor, batch: DecodeBatch, rotation: Tensor, *, keys: Rows
-    ) -> Tensor:
+    def heads_of(self, query: Tensor) -> Tensor:
+        """Return queries [T, heads x D] as `cache_write` makes them ready, [T, heads, D]."""
+        return query.view(-1, self.heads, self.dim)
+
+    def select_decode(self, ready: IndexQuery, batch: DecodeBatch, *, keys: Rows) -> Tensor:
         """Return selected [T, top_k] int32 with decode kernels, for keys of a quantised format.
 
         A token that scored a key never written selects an entry that it can't see, of which attention makes NaN.
         """
-        q = query.view(-1, self.heads, self.dim)
-        ready = index_query(q, weight, batch, rotation, fmt=keys.format, scale=self.scale, hadamard=self._rotates(keys))
         return index_select(ready, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
     def _rotates(self, keys: Rows) -> bool:

@@ -118,6 +118,7 @@ def lost_faults(device: str, *, dim: int = 512) -> dict[str, str]:
     }
 
 
+READY = (("fp8_index", False), ("fp8_index", True), ("fp4_index", True), ("fp4_index", False))
 STORED = (("packed", 512), ("packed", 128), ("fp8_index", 128), ("fp4_index", 128), ("bf16", 128), ("fp32", 64))
 
 
@@ -149,6 +150,11 @@ def main() -> int:
     for name, fault in losses.items():
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write without a place: {name}", flush=True)
+    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    for index, turned in READY:
+        fault = cases.queries_fault(index, turned, count=2 if args.small else 20, device=args.device)
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} cache_write the indexer's queries {index} {turned}", flush=True)
     found = cases_of(small=args.small)
     for case in found:
         fault = fault_of(case, args.device)
@@ -159,7 +165,7 @@ def main() -> int:
         fault = replay_fault(ratio, index, args.device)
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write replayed, ratio {ratio} {index}", flush=True)
-    print(f"{len(found) + len(STORED) + len(losses) + len(replayed)} cases, {faults} failed")
+    print(f"{len(found) + len(STORED) + len(losses) + len(READY) + len(replayed)} cases, {faults} failed")
     return 1 if faults else 0
 
 

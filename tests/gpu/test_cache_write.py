@@ -34,6 +34,12 @@ def test_a_captured_launch_follows_its_tensors(ratio, index):
     assert cases.replay_fault(ratio, index, "cuda") == ""
 
 
+@pytest.mark.parametrize(("index", "hadamard"), cases.READY)
+def test_the_indexers_queries_are_those_of_a_launch_of_their_own(index, hadamard):
+    module = cases._module("cache_write_cases", cases.TESTS / "kernels/cache_write_cases.py")
+    assert module.queries_fault(index, hadamard, device="cuda") == ""
+
+
 def test_what_has_no_place_makes_its_row_nan_and_touches_nothing_else():
     faults = cases.lost_faults("cuda")
     assert {name: fault for name, fault in faults.items() if fault} == {}

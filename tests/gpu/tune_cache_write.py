@@ -18,9 +18,10 @@ from kernels.tiles import Tile
 def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     warm_clocks(device)
-    tiles = [Tile({"BLOCK_H": h}, num_warps=w) for h, w in itertools.product((4, 8, 16), (2, 4, 8))]
-    names = [f"H{t.constants['BLOCK_H']} {t.num_warps}w" for t in tiles]
-    print(f"{'us, graph replay':<34}" + "".join(f"{name:>8}" for name in names))
+    cuts = itertools.product((4, 8, 16), (4, 8, 16), (4, 8))
+    tiles = [Tile({"BLOCK_H": h, "INDEX_H": i}, num_warps=w) for h, i, w in cuts]
+    names = [f"H{t.constants['BLOCK_H']} I{t.constants['INDEX_H']} {t.num_warps}w" for t in tiles]
+    print(f"{'us, graph replay':<34}" + "".join(f"{name:>11}" for name in names))
     shapes = [(4, n, "mixed", h) for n in (1, 16, 64) for h in (16, 64)]
     shapes += [(4, 64, "all complete", 16), (128, 64, "all complete", 16), (0, 64, "mixed", 16)]
     for ratio, count, phase, heads in shapes:
@@ -36,7 +37,8 @@ def main() -> int:
             ]  # fmt: skip
             row.append(statistics.median(graph_timer(launches)) / COPIES)
         print(
-            f"{f'ratio {ratio} B={count} {phase} heads={heads}':<34}" + "".join(f"{us:>8.2f}" for us in row), flush=True
+            f"{f'ratio {ratio} B={count} {phase} heads={heads}':<34}" + "".join(f"{us:>11.2f}" for us in row),
+            flush=True,
         )
     return 0
 

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from kernels.cache_write_decode import Pooling, cache_write, cache_write_reference, commit_window, staging_rows
+from kernels.indexer_decode import IndexQuery, index_query
 from kernels.norm_rope import rotation_at
 from kernels.ragged import DecodeBatch
 from kernels.row_store import scale_row_bytes, value_bytes
@@ -112,8 +113,14 @@ def make_layer(
     }
     if ratio:
         given["entry_rotation"] = rotation_at(batch.positions - ratio + 1, frequencies)
-    given["kv"][is_padding] = float("nan")
-    given["q"][is_padding] = float("nan")
+    if index in ("fp8_index", "fp4_index"):
+        given["index_q"] = 2 * normal(tokens, 5, 128, seed=5).to(device, dtype)
+        # Among the columns of a wider matrix, as a linear of several layers gives them.
+        given["index_weight"] = normal(tokens, 24, seed=6, device=device)[:, 16:21]
+        given["index_scale"] = 0.04
+    for name in ("kv", "q", "index_q", "index_weight"):
+        if name in given:
+            given[name][is_padding] = float("nan")
     slots = batch.slots.shape[0] + 2
     sets = []
     for fill in (0xFF, 0xFF, 0):
@@ -201,7 +208,7 @@ def check(layer):
             for part in (views["staging"].values, views["staging"].rope, views["staging"].scales):
                 if part is not None:
                     part.view(torch.uint8).fill_(fill)
-    q = cache_write(batch, **layer.given, **mine)
+    got = cache_write(batch, **layer.given, **mine)
     wanted = cache_write_reference(batch, **layer.given, **reference)
     cache_write_reference(batch, **layer.given, **shadow)
     if batch.max_query_len > 1:
@@ -210,7 +217,7 @@ def check(layer):
         for views in (reference, shadow):
             _commit_by_hand(batch, views["staging"], views["window"])
         found.append(("staging", difference(mine["staging"], reference["staging"], shadow["staging"])))
-    return _join([*found, *_differences(q, wanted, *sets)])
+    return _join([*found, *_differences(got, wanted, *sets)])
 
 
 def check_replayed(captured, layer):
@@ -218,19 +225,19 @@ def check_replayed(captured, layer):
     q_out = torch.full_like(captured.given["q"], float("nan"), dtype=torch.bfloat16)
 
     def launch():
-        cache_write(captured.batch, **captured.given, **captured.mine, q_out=q_out)
+        return cache_write(captured.batch, **captured.given, **captured.mine, q_out=q_out)
 
     launch()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
+        got = launch()
     for old, new in zip(_tensors(captured), _tensors(layer), strict=True):
         old.copy_(new)
     q_out.fill_(float("nan"))
     graph.replay()
     wanted = cache_write_reference(layer.batch, **layer.given, **layer.reference)
     cache_write_reference(layer.batch, **layer.given, **layer.shadow)
-    return _join(_differences(q_out, wanted, captured.mine, layer.reference, layer.shadow))
+    return _join(_differences(got, wanted, captured.mine, layer.reference, layer.shadow))
 
 
 def _tensors(layer):
@@ -246,15 +253,29 @@ def _tensors(layer):
     return [*found, *(t.view(torch.uint8) for t in parts)]
 
 
-def _differences(q, wanted, mine, reference, shadow):
-    gap = (q.float() - wanted.float()).abs() - 2**-7 * wanted.float().abs()
+def _differences(got, wanted, mine, reference, shadow):
+    gap = (got.q.float() - wanted.q.float()).abs() - 2**-7 * wanted.q.float().abs()
     is_close = bool((gap <= 1e-5).all())
     yield "queries", "" if is_close else f"{float(gap.max()):.1e} beyond the last place of bfloat16"
+    if (got.index is None) != (wanted.index is None):
+        yield "the indexer's queries", "made by only one"
+    elif got.index is not None:
+        yield "the indexer's queries", _query_difference(got.index, wanted.index)
     yield "window", difference(mine["window"], reference["window"], shadow["window"])
     for name in ("main", "index"):
         if name in mine:
             yield f"{name} state", state_difference(mine[name].state, reference[name].state)
             yield name, difference(mine[name].pool, reference[name].pool, shadow[name].pool)
+
+
+def _query_difference(got, wanted):
+    """Return what is wrong with queries made ready: sums of the transform are in another order, codes seldom differ."""
+    for name, most in (("values", 0.01), ("weight", 0.01)):
+        mine, right = (getattr(x, name).float() for x in (got, wanted))
+        off = float((mine != right).float().mean())
+        if off > most or not bool(mine.isfinite().all()):
+            return f"{off:.1%} of their {name} differ"
+    return ""
 
 
 def _join(found):
@@ -270,6 +291,38 @@ def _commit_by_hand(batch, staging, window):
             ):  # fmt: skip
                 if source is not None:
                     target.view(torch.uint8)[slot, row] = source.view(torch.uint8)[token, 0]
+
+
+def queries_fault(index, hadamard, *, count=20, heads=64, device="cpu"):
+    """Return how the indexer's queries of `count` tokens and padding differ from those of other launches, "" if not.
+
+    From a launch of their own: in no bit without the transform, whose sums may be in another order, seldom with it.
+    From a step of the first token alone: in no bit.
+    """
+    batch = decode_batch([(129 * i + 5, 1) for i in range(count)], block_tokens=256, padding=1, device=device)
+    layer = make_layer(
+        batch, ratio=4, index=index, hadamard=hadamard, block_tokens=256, dim=512, dtype=torch.bfloat16
+    )  # fmt: skip
+    q, weight = normal(count + 1, heads, 128, seed=7, device=device).bfloat16(), normal(count + 1, heads, device=device)
+    given = layer.given | {"index_q": q, "index_weight": weight}
+    got = cache_write(batch, **given, **layer.mine).index
+    scale, rotation = given["index_scale"], given["rotation"]
+    alone = index_query(q, weight, batch, rotation, fmt=index, scale=scale, hadamard=hadamard)
+    apart = _bits_apart(got, alone)
+    if apart > (0.005 if hadamard else 0):
+        return f"{apart:.2%} differ from a launch of their own"
+    one = decode_batch([(5, 1)], block_tokens=256, device=device)
+    small = make_layer(one, ratio=4, index=index, hadamard=hadamard, block_tokens=256, dim=512, dtype=torch.bfloat16)
+    given = small.given | {"index_q": q[:1], "index_weight": weight[:1]}
+    first = cache_write(one, **given, **small.mine).index
+    apart = _bits_apart(IndexQuery(index, got.values[:1], got.weight[:1]), first)
+    return f"{apart:.2%} depend on the other tokens" if apart else ""
+
+
+def _bits_apart(a, b):
+    """Return the larger of the shares of values and of weights whose bits differ."""
+    values = (a.values.view(torch.uint8) != b.values.view(torch.uint8)).float().mean()
+    return max(float(values), float((a.weight.view(torch.int32) != b.weight.view(torch.int32)).float().mean()))
 
 
 def _with(batch, name, value):

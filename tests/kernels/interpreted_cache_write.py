@@ -69,8 +69,9 @@ def test_a_step_of_padding_alone_writes_nothing_but_zero_queries():
     batch = cases.decode_batch([(3, 1)], block_tokens=128, padding=2)
     batch.sequence.fill_(-1)
     layer = cases.make_layer(batch, ratio=4, index="fp8_index")
-    q = cache_write(batch, **layer.given, **layer.mine)
-    assert torch.equal(q, torch.zeros_like(q))
+    written = cache_write(batch, **layer.given, **layer.mine)
+    for zeros in (written.q, written.index.values.float(), written.index.weight):
+        assert torch.equal(zeros, torch.zeros_like(zeros))
     for name in ("main", "index"):
         assert (cases.raw(layer.mine[name].pool) == 0xFF).all()
     assert (cases.raw(layer.mine["window"]) == 0xFF).all()
@@ -79,9 +80,9 @@ def test_a_step_of_padding_alone_writes_nothing_but_zero_queries():
 def test_queries_may_be_turned_in_place():
     batch = cases.decode_batch([(5, 1), (77, 1)], block_tokens=128, padding=1)
     layer = cases.make_layer(batch, ratio=0, heads=10, dtype=torch.bfloat16)
-    wanted = cache_write_reference(batch, **layer.given, **layer.reference)
+    wanted = cache_write_reference(batch, **layer.given, **layer.reference).q
     q = layer.given["q"]
-    assert cache_write(batch, **layer.given, **layer.mine, q_out=q) is q
+    assert cache_write(batch, **layer.given, **layer.mine, q_out=q).q is q
     torch.testing.assert_close(q.float(), wanted.float(), rtol=2**-7, atol=1e-5)
 
 
@@ -97,6 +98,26 @@ def test_queries_may_be_turned_in_place():
 def test_arguments_that_do_not_fit_are_refused(fault, says):
     batch = cases.decode_batch([(5, 1)], block_tokens=128)
     layer = cases.make_layer(batch, ratio=0)
+    with pytest.raises(ValueError, match=says):
+        cache_write(batch, **{**layer.given, **fault}, **layer.mine)
+
+
+@pytest.mark.parametrize(("index", "rotated"), [("fp8_index", False), ("fp4_index", True)])
+def test_the_indexers_queries_are_those_of_a_launch_of_their_own_and_of_a_smaller_step(index, rotated):
+    assert cases.queries_fault(index, rotated, count=2, heads=9) == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"index_weight": None}, "need their weights"),
+        ({"index_q": torch.ones(1, 5, 64)}, "keys of 128 channels"),
+        ({"index_weight": torch.ones(1, 4)}, "weights"),
+    ],
+)
+def test_queries_of_the_indexer_that_do_not_fit_are_refused(fault, says):
+    batch = cases.decode_batch([(5, 1)], block_tokens=128)
+    layer = cases.make_layer(batch, ratio=4, index="fp8_index")
     with pytest.raises(ValueError, match=says):
         cache_write(batch, **{**layer.given, **fault}, **layer.mine)
 
