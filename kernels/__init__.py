@@ -12,7 +12,7 @@
     indexer           scores and top-k of compressed entries
     indexer_decode    the same for a decode step, queries made ready, in three launches, or two behind cache_write
     cache_write       scatter into window rings and blocks
-    cache_write_decode  the same for a decode step, with norm, rope, compression and the indexer's queries, in one launch
+    cache_write_decode  the same for a decode step, norm, rope, compression, the indexer's queries too, one launch
     sparse_attention  shared-KV attention over window and selected entries, with sink
     moe               routing and experts
     expert_weights    experts in four bits, NVFP4 or MXFP4, and the order in which kernels read them
