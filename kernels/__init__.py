@@ -10,9 +10,9 @@
     hyper_connection_decode  the same in two launches a sublayer, the norm of its input included
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries
-    indexer_decode    the same for a decode step, queries made ready, in three launches
+    indexer_decode    the same for a decode step, queries made ready, in three launches, or two behind cache_write
     cache_write       scatter into window rings and blocks
-    cache_write_decode  the same for a decode step, norm, rope and compression included, in one launch
+    cache_write_decode  the same for a decode step, norm, rope, compression, the indexer's queries too, one launch
     sparse_attention  shared-KV attention over window and selected entries, with sink
     moe               routing and experts
     expert_weights    experts in four bits, NVFP4 or MXFP4, and the order in which kernels read them

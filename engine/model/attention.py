@@ -135,8 +135,8 @@ class Attention:
         latent, kv = self.down(x, decodes=True)
         window = cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
-        q, *index_q = self.q_up(latent, norm=self.q_norm, decodes=True)
-        pool, main, index, index_query, index_weight = None, None, None, None, None
+        q, *of_latent = self.q_up(latent, norm=self.q_norm, decodes=True)
+        pool, main, index, index_q, index_weight = None, None, None, None, None
         if self.compressor is not None:
             name = "csa" if self.ratio == CSA_RATIO else "hca"
             pool = cache.rows(f"{name}_kv", self.index)
@@ -149,7 +149,7 @@ class Attention:
         if self.indexer is not None:
             keys = cache.rows("csa_index", self.index)
             index = self.indexer.pooling(of_index[0], state=cache.rows("index_state", self.index), keys=keys)
-            index_query, index_weight = self.indexer.queries(index_q[0]), of_index[1]
+            index_q, index_weight = self.indexer.heads_of(of_latent[0]), of_index[1]
         # With one token a sequence its row may replace in the ring the one that has left the window just now.
         staging = staging_rows(decode.num_tokens, window) if decode.max_query_len > 1 else None
         written = cache_write(
@@ -164,7 +164,7 @@ class Attention:
             entry_rotation=rotations.entries(self.ratio) if self.ratio else None,
             main=main,
             index=index,
-            index_q=index_query,
+            index_q=index_q,
             index_weight=index_weight,
             index_scale=0.0 if self.indexer is None else self.indexer.scale,
             staging=staging,

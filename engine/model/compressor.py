@@ -122,8 +122,8 @@ class Indexer:
             q = round_trip(q, keys.format)
         return index_entries(q, weight * self.scale, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
 
-    def queries(self, query: Tensor) -> Tensor:
-        """Return [T, heads x D] as `cache_write` makes them ready, [T, heads, D]."""
+    def heads_of(self, query: Tensor) -> Tensor:
+        """Return queries [T, heads x D] as `cache_write` makes them ready, [T, heads, D]."""
         return query.view(-1, self.heads, self.dim)
 
     def select_decode(self, ready: IndexQuery, batch: DecodeBatch, *, keys: Rows) -> Tensor:
