@@ -221,7 +221,9 @@ def _require_consistent(groups: list[EngineConfig]) -> None:
         raise ConfigError(
             f"worker_id = {sorted(repeated)[0]!r}: used by two groups; leave it out, or name each group once"
         )
-    for name in ("model", "dtype", "kv_cache_dtype", "index_cache_dtype", "uses_hadamard", "block_size", "transport"):
+    weights = ("model", "load_format", "simulate_rank", "num_layers", "dtype")
+    rows = ("kv_cache_dtype", "index_cache_dtype", "uses_hadamard", "block_size")
+    for name in (*weights, *rows, "transport"):
         for group in groups[1:]:
             wanted, found = getattr(first, name), getattr(group, name)
             if wanted != found:

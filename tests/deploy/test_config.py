@@ -136,6 +136,11 @@ def test_model_is_absolute_and_gives_the_served_name(load, model: str, monkeypat
             "set block_size once, at the top of the file",
         ),
         (
+            "decode: {load_format: synthetic}",
+            "load_format: prefill-0 has 'auto', decode-0 has 'synthetic'; one could not read the other's cache: "
+            "set load_format once, at the top of the file",
+        ),
+        (
             "prefill: [{worker_id: a}, {worker_id: a}]",
             "worker_id = 'a': used by two groups; leave it out, or name each group once",
         ),
