@@ -38,7 +38,7 @@ class StepProfiler:
         # Graphs that were captured before must outlive the profiler's tear-down and its next start.
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-        self._profile = profile(activities=activities, acc_events=True)
+        self._profile = profile(activities=activities)
 
     def start(self) -> None:
         """Begin with what is launched from now on."""
