@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.bench import Bench
 from kernels.gemm import BLOCK
 from kernels.gemm_decode import grouped_linear_decode, linear_decode
+from kernels.gemm_pair import linear_pair_decode
 
 HIDDEN, QUERY, INNER, VOCABULARY, LIMIT = 4096, 1024, 2048, 129280, 10.0
 RANKS = (1, 2, 4)
@@ -84,6 +85,7 @@ def benches() -> list[Bench]:
         *(_bench(layer, 64, ranks=n, quantize=True) for n in RANKS for layer in layers(n) if layer.is_quantised),
         *(_bench(layer, 32, ranks=4, quantize=True) for layer in layers(4) if layer.is_quantised),
         _bench(layers(4)[3], 4096, ranks=4, quantize=True),
+        *(_pair(layer, SHARED[0], tokens) for tokens in (1, 8, 16, 32, 64) for layer in SHARED[1:3]),
     ]
 
 
@@ -108,7 +110,28 @@ def samples() -> list[Bench]:
         _bench(wide, 20),
         _bench(Layer("float of few rows", 32, 8192, is_float=True), 3),  # programs share the channels
         _bench(Layer("float", 80, 320, is_float=True), 70),
+        *(_pair(Layer("float", 80, 2048, is_float=True), Layer("fp8", 96, 2048), tokens) for tokens in (3, 20)),
     ]
+
+
+def _pair(first: Layer, second: Layer, tokens: int) -> Bench:
+    """Return the bench of two matrices of one x, in one launch."""
+    one, other = _bench(first, tokens), _bench(second, tokens)
+
+    def make(device: torch.device, seed: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        given = [make_inputs(layer, tokens, device, seed) for layer in (first, second)]
+        x, weights = given[0][0][:, 0], [(weight, scale) for _, weight, scale, _ in given]
+        return lambda **options: linear_pair_decode(
+            x, weights[0], weights[1], out_dtypes=(torch.float32, torch.bfloat16), **options
+        )
+
+    return dataclasses.replace(
+        one,
+        shape=f"B={tokens} {first.name} {first.rows} and {second.name} {second.rows} x {first.channels}",
+        make=make,
+        bytes=one.bytes + other.bytes - tokens * 2 * first.channels,
+        flops=one.flops + other.flops,
+    )
 
 
 def _bench(
@@ -142,6 +165,19 @@ def make_launch(
     offset: tuple[int, int] = (0, 0),
 ) -> Callable[..., Tensor]:
     """Return a call of the layer on random weights and activations; it takes options of linear_decode."""
+    x, weight, scale, norm = make_inputs(layer, tokens, device, seed, offset=offset)
+    given: dict[str, Any] = {"quantize": quantize, "out_dtype": torch.float32 if layer.is_float else torch.bfloat16}
+    if layer.groups > 1:
+        groups = weight.view(layer.groups, layer.rows, layer.channels)
+        return lambda **options: grouped_linear_decode(x, groups, scale, **given, **options)
+    given |= {"norm": norm, "offset": offset, "limit": LIMIT if layer.is_gated and not quantize else None}
+    return lambda **options: linear_decode(x[:, 0], weight, scale, **given, **options)
+
+
+def make_inputs(
+    layer: Layer, tokens: int, device: torch.device, seed: int, *, offset: tuple[int, int] = (0, 0)
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return random x [T, groups, channels], weight, its scale and the norm's weight, as far as there are any."""
     draw = torch.Generator(device).manual_seed(seed)
     rows = layer.groups * layer.rows
     # The CPU only looks at how kernels are launched on large weights: theirs are of any content there.
@@ -163,9 +199,4 @@ def make_launch(
         scale = (0.5 + torch.rand(shape, generator=draw, device=device)) / 100 / layer.channels**0.5
     if layer.is_normed:
         norm = (0.5 + torch.rand(layer.channels, generator=draw, device=device)).to(torch.bfloat16)
-    given: dict[str, Any] = {"quantize": quantize, "out_dtype": torch.float32 if layer.is_float else torch.bfloat16}
-    if layer.groups > 1:
-        groups = weight.view(layer.groups, layer.rows, layer.channels)
-        return lambda **options: grouped_linear_decode(x, groups, scale, **given, **options)
-    given |= {"norm": norm, "offset": offset, "limit": LIMIT if layer.is_gated and not quantize else None}
-    return lambda **options: linear_decode(x[:, 0], weight, scale, **given, **options)
+    return x, weight, scale, norm

@@ -34,8 +34,9 @@ from kernels.gemm_cut import (
     span,
     table_tile,
 )
+from kernels.gemm_few_triton import few_kernel
 from kernels.gemm_held_triton import held_kernel
-from kernels.gemm_triton import few_kernel, many_kernel, norm_kernel, quantize_kernel
+from kernels.gemm_triton import many_kernel, norm_kernel, quantize_kernel
 from kernels.moe import gated
 from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gemm_triton import finish, group_and_share, weight_row
+from kernels.gemm_finish_triton import finish, group_and_share, weight_row
 
 
 @triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
@@ -63,6 +63,6 @@ def held_kernel(
         sums = tl.dot(weights[k], tl.trans(given[k]), tl.zeros((BLOCK_R, BLOCK_T), tl.float32))
         total += sums * scales[k][:, None] * x_scales[k][None, :]
     finish(
-        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
-        BLOCK_R, BLOCK_T, SHARES, LIMIT,
+        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows,
+        tl.program_id(0), tl.num_programs(0), split, splits, BLOCK_R, BLOCK_T, SHARES, LIMIT,
     )  # fmt: skip

@@ -1,13 +1,9 @@
-"""The Triton kernels of gemm_decode.py: y = x W^T with few tokens, and with many.
+"""The Triton kernels of gemm_decode.py: y = x W^T with many tokens, and what makes its x.
 
 Weights [rows, channels] are read as a checkpoint stores them. They are the left operand, tokens the narrow right one.
 
-few_kernel: a warp loads 16 rows, 128 bytes of each at a time, straight into the registers in which the tensor cores
-want their left operand (gemm_fragment_triton.py), before it waits for the kernel that writes x. No shared memory, no
-barrier, until the sums of warps that share channels are added.
-
 many_kernel: tiles in shared memory, copied in the background. Of e4m3 activations it copies the scales along.
-(gemm_held_triton.py has a kernel for those without a loop.)
+(gemm_few_triton.py has the kernel for few tokens, gemm_held_triton.py one for e4m3 activations without a loop.)
 
 The scale of a 128 x 128 block of e4m3 goes onto the sum over 128 channels, in float32. A block may be cut: rows and
 channels of the weight then begin inside one.
@@ -22,195 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gemm_fragment_triton import (
-    BF16,
-    FP8,
-    lane_gamma,
-    lane_tokens,
-    lane_weights,
-    multiply,
-    product,
-    weigh,
-    widen,
-)  # fmt: skip
-
-
-@triton.jit
-def group_and_share(splits, SHARES: tl.constexpr):
-    """Return group and share of this program, the second axis of the grid."""
-    group, split = tl.program_id(1), 0
-    if SHARES > 1:
-        group, split = group // splits, group % splits
-    return group, split
-
-
-@triton.jit
-def weight_row(row, rows, IS_GATED: tl.constexpr):
-    """Return which row of weights a product has as its `row`: if gated eight of the first half, eight of the other."""
-    if IS_GATED:
-        row = row // 16 * 8 + row % 8 + row // 8 % 2 * (rows // 2)
-    return row
-
-
-@triton.jit
-def _halves(x, A: tl.constexpr, N: tl.constexpr):
-    """Return the gates' and the values' rows [A / 2, N] of x [A, N]."""
-    gate, up = tl.split(tl.permute(tl.reshape(x, (A // 16, 2, 8, N)), (0, 2, 3, 1)))
-    return tl.reshape(gate, (A // 2, N)), tl.reshape(up, (A // 2, N))
-
-
-@triton.jit
-def _write(
-    out_ptr, out_stride, total, row, token, tokens, column, rows, A: tl.constexpr, N: tl.constexpr, LIMIT: tl.constexpr
-):  # fmt: skip
-    """Write total [A, N], or what its gates leave of its values: see moe.gated."""
-    if LIMIT is None:
-        _store(out_ptr, out_stride, total, row, token, tokens, column, rows)
-    else:
-        gate, up = _halves(total, A, N)
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # comparisons, which let NaN through
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        first, _second = _halves(row[:, None], A, 1)
-        row = tl.reshape(first, (A // 2,))
-        row = row // 16 * 8 + row % 8
-        _store(out_ptr, out_stride, gate / (1.0 + tl.exp(-gate)) * up, row, token, tokens, column, rows // 2)
-
-
-@triton.jit
-def _store(out_ptr, out_stride, total, row, token, tokens, column, rows):
-    """Write total [A, N] of rows [A] and tokens [N] behind column `column`."""
-    to = out_ptr + token.to(tl.int64)[None, :] * out_stride + (column + row)[:, None]
-    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (token < tokens)[None, :])
-
-
-@triton.jit
-def finish(
-    out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
-    A: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Write total [A, N], or, where programs have parts of it, have the last of them write their sum.
-
-    LIMIT: None, or of gates and values, which alternate by eights (one group): their product is written.
-    """
-    if SHARES == 1:
-        _write(out_ptr, out_stride, total, row, token, tokens, group * rows, rows, A, N, LIMIT)
-    else:
-        slot = (group * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0) + tl.program_id(0)
-        part_ptr += slot.to(tl.int64) * splits * (A * N)
-        place = part_ptr + tl.arange(0, A)[:, None] * N + tl.arange(0, N)[None, :]
-        tl.store(place + split * (A * N), total)
-        # All threads have stored before one of them counts; the count releases their stores and acquires others'.
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + slot, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(counter_ptr + slot, 0)  # for the next launch
-            whole = tl.load(place, cache_modifier=".cg")
-            for other in tl.static_range(1, SHARES):
-                there = tl.zeros((A, N), tl.int32) + other < splits
-                whole += tl.load(place + other * (A * N), mask=there, other=0.0, cache_modifier=".cg")
-            _write(out_ptr, out_stride, whole, row, token, tokens, group * rows, rows, A, N, LIMIT)
-
-
-@triton.jit(do_not_specialize=["tokens", "pieces", "row_shift", "splits"])
-def few_kernel(
-    out_ptr, x_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride, eps,
-    rows, pieces, row_shift, splits,
-    SHIFT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr,
-    DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, LEAN: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[token, group rows + row] = sum over the channels, pieces of 16 bytes.
-
-    Grid (tiles of 16 R RS rows, groups x splits, 8 NB tokens). Warp ks RS + rs takes tiles rs, rs + RS, ... of 16 rows
-    and every KS-th chunk of 128 bytes; DEPTH chunks are on their way at a time.   SHARES: most splits.   ONCE: a warp
-    has DEPTH chunks and no more.   EVEN: every tile has its rows, every warp of every split as many chunks.
-    LEAN: even, R 1, and every tile has one row of scales, which is then read once.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    W: tl.constexpr = KS * RS
-    C: tl.constexpr = 16 if KIND == FP8 else (8 if KIND == BF16 else 4)
-    UNIT: tl.constexpr = 4 if KIND == FP8 else 1
-    group, split = group_and_share(splits, SHARES)
-    channels = pieces * C
-    chunks = (channels + SHIFT + 8 * C - 1) // (8 * C)
-    share = DEPTH
-    if not ONCE:
-        share = chunks
-        if SHARES > 1:
-            share = (share + splits - 1) // splits
-        share = (share + KS - 1) // KS
-    first = tl.program_id(0) * (R * RS)
-    w_ptr += group.to(tl.int64) * rows * (channels // UNIT)
-    x_ptr += group * channels
-    warp = tl.arange(0, W)
-    chunk = split * (share * KS) + warp // RS
-    tile = first + tl.arange(0, R)[None, :] * RS + (warp % RS)[:, None]
-    half = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * 8
-    row = weight_row(tile[None, :, :, None] * 16 + half, rows, LIMIT is not None)
-    # The scales' rows, in the order of the sums.
-    line = tile * 16
-    if not LEAN:
-        line = tl.reshape(line[:, :, None] + tl.arange(0, 16)[None, None, :], (W, 16 * R))
-        line = weight_row(line, rows, LIMIT is not None)
-    line = (group * rows + row_shift + line) // 128
-    if not EVEN:
-        line = tl.minimum(line, (group * rows + row_shift + rows - 1) // 128)
-    weights, scales = (), ()
-    for d in tl.static_range(DEPTH):
-        weights += (lane_weights(w_ptr, row, chunk, d * KS, True, rows, channels, SHIFT, KIND, EVEN),)
-        if KIND == FP8:
-            scales += (_scale(scale_ptr, line, chunk + d * KS, True, chunks, EVEN),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(2) * (8 * NB) + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
-    total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
-    squares = tl.zeros((4, 8, W, NB), tl.float32)
-    for step in range(0, DEPTH if ONCE else share, DEPTH):
-        next_weights, next_scales, tokens_here = (), (), ()
-        follows = step + DEPTH
-        onward = tl.where(follows < share, follows, 0)  # the last step asks again for what the first one had
-        for d in tl.static_range(DEPTH):
-            here = chunk + (step + d) * KS
-            tokens_here += (lane_tokens(x_ptr, x_stride, token, tokens, here, channels, C, SHIFT, EVEN),)
-        for d in tl.static_range(DEPTH):
-            x = tokens_here[d]
-            if gamma_ptr is not None:
-                here = chunk + (step + d) * KS
-                x, squares = weigh(x, lane_gamma(gamma_ptr, here, channels, C, SHIFT, x.shape[6], EVEN), squares)
-            sums = multiply(weights[d], x, W, R, NB, KIND)
-            if KIND == FP8:
-                sums *= scales[d][:, :, None]
-            total += sums
-            if not ONCE:
-                wanted = follows + d < share
-                next_weights += (
-                    lane_weights(w_ptr, row, chunk, (onward + d) * KS, wanted, rows, channels, SHIFT, KIND, EVEN),
-                )
-                if KIND == FP8:
-                    next_scales += (_scale(scale_ptr, line, chunk + (onward + d) * KS, wanted, chunks, EVEN),)
-        if not ONCE:
-            weights, scales = next_weights, next_scales
-    whole = tl.sum(tl.reshape(total, (KS, RS, 16 * R, 8 * NB)), 0)
-    whole = tl.reshape(whole, (RS * R * 16, 8 * NB))
-    if gamma_ptr is not None:
-        shared = tl.reshape(tl.sum(squares, 0), (8, KS, RS, NB))
-        mean = tl.sum(tl.sum(shared, 2), 1) / (RS * channels)
-        factor = tl.reshape(tl.permute(tl.rsqrt(mean + eps), (1, 0)), (8 * NB,))
-        whole *= factor[None, :]
-    place = first + tl.arange(0, RS)[:, None] + tl.arange(0, R)[None, :] * RS
-    place = tl.reshape(place[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], (RS * R * 16,))
-    finish(
-        out_ptr, out_stride, part_ptr, counter_ptr, whole, place, tl.program_id(2) * (8 * NB) + tl.arange(0, 8 * NB),
-        tokens, group, rows, split, splits, 16 * R * RS, 8 * NB, SHARES, LIMIT,
-    )  # fmt: skip
-
-
-@triton.jit
-def _scale(scale_ptr, line, chunk, wanted, columns, EVEN: tl.constexpr):
-    """Return the scales of lines [W, 16 R], or [W, 1], at chunks [W]; 0 beyond the last."""
-    place = scale_ptr + line * columns + chunk[:, None]
-    live = (chunk < tl.where(wanted, columns, 0))[:, None]
-    return tl.load(place) if EVEN else tl.load(place, mask=live, other=0.0)
+from kernels.gemm_finish_triton import finish, group_and_share, weight_row
+from kernels.gemm_fragment_triton import FP8, product, widen
 
 
 @triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
@@ -229,9 +38,24 @@ def many_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     group, split = group_and_share(splits, SHARES)
+    many_share(
+        out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride,
+        out_stride, rows, channels, row_shift, group, tl.program_id(0), tl.num_programs(0), split, splits,
+        SHIFT, KIND, BLOCK_R, BLOCK_T, BLOCK_K, SHARES, EVEN, STAGES, LIMIT, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def many_share(
+    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
+    rows, channels, row_shift, group, block, blocks, split, splits,
+    SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What a program of many_kernel does: a block of rows, of `blocks`, and a share of the channels."""
     steps = (channels + SHIFT + BLOCK_K - 1) // BLOCK_K
     columns = (channels + SHIFT + 127) // 128
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = weight_row(tl.minimum(row, rows - 1), rows, LIMIT is not None)
     first, last = 0, steps
     if SHARES > 1:
@@ -270,13 +94,13 @@ def many_kernel(
             total += product(widen(w), tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32)) * scale[:, None]
             scale = following
         else:
-            block = step * BLOCK_K // 128
-            w_scale, x_scale = tl.load(scale_line + block), tl.load(x_line + block * scale_stride)
+            column = step * BLOCK_K // 128
+            w_scale, x_scale = tl.load(scale_line + column), tl.load(x_line + column * scale_stride)
             sums = tl.dot(w, tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32))
             total += sums * w_scale[:, None] * x_scale[None, :]
     finish(
-        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, split, splits,
-        BLOCK_R, BLOCK_T, SHARES, LIMIT,
+        out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, block, blocks,
+        split, splits, BLOCK_R, BLOCK_T, SHARES, LIMIT,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ _TENSOR = re.compile(r"(?:H|Q|O|I|D|HG|QG|IG|UTC\w*)MMA\b")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 _LEFT_IN_REGISTERS = re.compile(r"wgmma\.mma_async[^{;]*\{[^}]*\},\s*\{")
 _LEFT_RUNNING = re.compile(r"wgmma\.wait_group\S*\s+[1-9]")
+_LABEL, _JUMP = re.compile(r"\s*(\$\w+):"), re.compile(r"\bbra\S*\s+(\$\w+)")
 _WARPGROUP = {"HMMA": ("HMMA", "HGMMA"), "QMMA": ("QMMA", "QGMMA")}
 
 
@@ -62,7 +63,7 @@ class Report:
     instructions (any loop if there are none), 0 without one.   per_byte: lane instructions per byte of device memory,
     of that loop if there is one, else of the kernel; None where the variant doesn't say its bytes.
     per_weight: lane instructions per packed weight, of the innermost loop that does the most around each product.
-    running: warp group products with their left operand in registers, in a kernel that leaves products to run on.
+    running: warp group products with their left operand in registers, in a loop that leaves products to run on.
     resident: blocks a multiprocessor holds at a time.   faults: why it may not ship; empty if it may.
     """
 
@@ -206,7 +207,15 @@ def _running(ptx: str) -> int:
     A wgmma reads its operands until it has been waited for. In a pipelined loop Triton leaves the last ones to run on
     into the next iteration, and only watches over operands in shared memory.
     """
-    return len(_LEFT_IN_REGISTERS.findall(ptx)) if _LEFT_RUNNING.search(ptx) else 0
+    lines, labels, most = ptx.splitlines(), dict[str, int](), 0
+    for number, line in enumerate(lines):
+        if label := _LABEL.match(line):
+            labels[label[1]] = number
+        elif (jump := _JUMP.search(line)) and jump[1] in labels:
+            loop = "\n".join(lines[labels[jump[1]] : number])
+            if _LEFT_RUNNING.search(loop):
+                most = max(most, len(_LEFT_IN_REGISTERS.findall(loop)))
+    return most
 
 
 def _loops(code: list[tuple[int, str, str]]) -> list[tuple[int, int]]:

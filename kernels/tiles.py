@@ -205,6 +205,15 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=3, split=1),
         ),
     },
+    # Two matrices in one launch: programs of both find room at once, two on a multiprocessor.
+    "linear_pair_few": {
+        "sm_120": (_few(8, registers=128, tokens=8), _few(4, registers=168)),
+        "sm_90": (_few(8, registers=128, tokens=8), _few(4, registers=168)),
+    },
+    "linear_pair_many": {
+        "sm_120": (_linear(64, 32, stages=3, tokens=32), _linear(64, 64, stages=2)),
+        "sm_90": (_linear(64, 32, tokens=32), _linear(64, 64)),
+    },
     # With e4m3 activations.
     "linear_quantized": {
         "sm_120": (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
-from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, Rotations, Weights
+from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, Rotations, Weights, read_once
 from engine.model.side_stream import SideStream
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
@@ -94,16 +94,14 @@ class Attention:
             out = self._attend_decode(x, decode, rotations, cache).to(x.dtype)
         else:
             assert batch is not None
-            latent, kv = self.down(x)
-            out = self._attend(x, latent, kv, batch, rotations, cache).to(x.dtype)
+            out = self._attend(x, batch, rotations, cache).to(x.dtype)
         out = self.out_down(out.view(x.shape[0], self.groups, -1), decodes=decodes)
         return self.out_up(out.flatten(1), decodes=decodes)
 
-    def _attend(
-        self, x: Tensor, latent: Tensor, kv: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews
-    ) -> Tensor:
+    def _attend(self, x: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
         """Return the heads' outputs [T, H, D], turned back, with operations for any number of tokens a sequence."""
         rotation = rotations.tokens(self.ratio)
+        latent, kv = self.down(x)
         q = self.q_up.only(0, latent, norm=self.q_norm).view(-1, self.heads, self.dim)
         q = rope(rms_norm(q, eps=self.eps), rotation)
         kv = rope(self.kv_norm(kv), rotation)
@@ -124,15 +122,17 @@ class Attention:
         write_window(kv, batch, window)
         return rope(_spoil(out, is_finite), rotation.conj())
 
-    def _attend_decode(
-        self, x: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews
-    ) -> Tensor:
+    def _attend_decode(self, x: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
         """The same with decode kernels: one launch writes the cache, one attends."""
         pooled: list[Tensor] = []
         if self.compressor is not None and SIDE_ATT:
             with self._side.fork():
                 pooled = self.pooled(x, decodes=True)
-        latent, kv = self.down(x, decodes=True)
+            latent, kv = self.down(x, decodes=True)
+        elif self.compressor is not None:
+            pooled, (latent, kv) = read_once(x, self.pooled, self.down)
+        else:
+            latent, kv = self.down(x, decodes=True)
         window = cache.rows("window", self.layer)
         rotation = rotations.tokens(self.ratio)
         q, *of_latent = self.q_up(latent, norm=self.q_norm, decodes=True)
@@ -142,8 +142,6 @@ class Attention:
             pool = cache.rows(f"{name}_kv", self.index)
             if SIDE_ATT:
                 self._side.join()
-            else:
-                pooled = self.pooled(x, decodes=True)
             projected, *of_index = pooled
             main = self.compressor.pooling(projected, state=cache.rows(f"{name}_state", self.index), pool=pool)
         if self.indexer is not None:

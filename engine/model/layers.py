@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
 from kernels.gemm import BLOCK, grouped_linear, linear
 from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode
+from kernels.gemm_pair import linear_pair_decode
 from kernels.hyper_connection_decode import Mixer
 from kernels.moe import gated
 from kernels.norm_rope import rms_norm, rotation_at
@@ -99,7 +100,7 @@ class Linears:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> list[Tensor]:
         """Return y_i [T, out_i], views of one tensor where there is one product. The rest: see Linear."""
-        outs = [part.product(x, norm, decodes=decodes, out_dtype=self._dtype(x)) for part in self.parts]
+        outs = [part.product(x, norm, decodes=decodes, out_dtype=self.dtype(x)) for part in self.parts]
         return list(torch.split(outs[0], self.rows, 1)) if len(outs) == 1 else outs
 
     def only(self, which: int, x: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
@@ -110,10 +111,20 @@ class Linears:
             last = first + self.rows[which]
             scale = None if part.scale is None else part.scale[first // BLOCK : -(-last // BLOCK)]
             part = Matrix(part.weight[first:last], scale)
-        return part.product(x, norm, decodes=False, out_dtype=self._dtype(x))
+        return part.product(x, norm, decodes=False, out_dtype=self.dtype(x))
 
-    def _dtype(self, x: Tensor) -> torch.dtype:
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """Return that of y_i."""
         return torch.float32 if self.is_wide else x.dtype
+
+
+def read_once(x: Tensor, first: Linears, second: Linears) -> tuple[list[Tensor], list[Tensor]]:
+    """Return first(x) and second(x) with decode kernels, in one launch where each is one product."""
+    if len(first.parts) != 1 or len(second.parts) != 1:
+        return first(x, decodes=True), second(x, decodes=True)
+    dtypes = (first.dtype(x), second.dtype(x))
+    outs = linear_pair_decode(x, first.parts[0], second.parts[0], out_dtypes=dtypes)
+    return list(torch.split(outs[0], first.rows, 1)), list(torch.split(outs[1], second.rows, 1))
 
 
 class GatedLinear:

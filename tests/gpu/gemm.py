@@ -118,6 +118,24 @@ def fault_of(case: Case, device: str) -> str:
     return fault or ("" if torch.equal(*again) else "two calls give different bits")
 
 
+def pair_fault(device: str, tokens: int, rows: int) -> str:
+    """Return how two matrices in one launch differ from each by itself in float64, "" if not beyond the bounds."""
+    from kernels.gemm_pair import linear_pair_decode
+
+    first = make(Case(tokens, rows, 4096, dtype="bfloat16"), device)
+    second = make(Case(tokens, 1536, 4096), device, seed=1)
+    second.x = first.x
+    for _ in range(3):
+        outs = linear_pair_decode(
+            first.x, (first.weight, None), (second.weight, second.scale), out_dtypes=(torch.float32, torch.float32)
+        )
+        for name, out, case in zip(("first", "second"), outs, (first, second), strict=True):
+            fault = case.fault_of(out)
+            if fault:
+                return f"the {name}: {fault}"
+    return ""
+
+
 def replay_fault(device: str) -> str:
     """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all.
 
@@ -163,6 +181,12 @@ def replay_fault(device: str) -> str:
 def jobs_of(device: str, *, small: bool) -> list[Job]:
     """Return all cases, and what else there is to see."""
     found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    if not small:
+        for rows in (2624, 1024):
+            for tokens in (1, 8, 9, 16, 17, 32, 33, 64):
+                found.append(
+                    (f"B={tokens} {rows} and 1536 x 4096", functools.partial(pair_fault, device, tokens, rows))
+                )
     if device == "cuda":
         found.insert(0, ("graph replay of a chain", functools.partial(replay_fault, device)))
     return found

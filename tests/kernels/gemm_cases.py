@@ -57,8 +57,11 @@ class Case:
         cut the sum off, by half of 2^-23 on average and always towards 0: K / 16 times, three or six times that for
         float32. Behind a norm bf16 rounds each product by 2^-9 at most, at random.
         """
-        out_dtype = options.pop("out_dtype", torch.float32)
-        got, wanted = self.run(out_dtype=out_dtype, **options).double(), self.expect()
+        return self.fault_of(self.run(out_dtype=options.pop("out_dtype", torch.float32), **options))
+
+    def fault_of(self, out: torch.Tensor) -> str:
+        """Return the same of given sums."""
+        got, wanted, out_dtype = out.double(), self.expect(), out.dtype
         if not torch.equal(got.isnan(), wanted.isnan()):
             return f"NaN in {int(got.isnan().sum())} places, wanted {int(wanted.isnan().sum())}"
         size = wanted.nan_to_num().abs().max().clamp(min=1e-30)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kernels.gemm_decode as decode
+import kernels.gemm_pair as pair
 from kernels.norm_rope import rms_norm
 from kernels.quant import quantize_e4m3
 
@@ -154,6 +155,28 @@ def test_a_gate_or_a_value_that_is_no_number_spoils_its_channel_and_no_other(til
     assert bool(after[:, 5].isnan().all())
     kept = torch.arange(16) != 5
     assert torch.equal(after[:, kept], before[:, kept])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [(3, None), (12, few(ks=4, depth=2, split=3)), (20, None), (20, many(split=3)), (3, few(ks=2, rs=2, r=2))],
+    ids=["table", "few, split", "table, many", "many, split", "several rows"],
+)
+def test_two_matrices_in_one_launch_give_what_each_gives(tokens, tile):
+    a, b = make_case(tokens, 150, 1024, dtype=BF16), make_case(tokens, 72, 1024, seed=1)
+    first, second = (a.weight, None), (b.weight, b.scale)
+    used = tile or pair._tile("sm_120", tokens)
+    for given, out_dtypes in (((first, second), (FP32, BF16)), ((second, first), (BF16, FP32))):
+        outs = pair.linear_pair_decode(a.x, *given, out_dtypes=out_dtypes, tile=tile)
+        for out, (weight, scale), out_dtype in zip(outs, given, out_dtypes, strict=True):
+            alone = decode.linear_decode(a.x, weight, scale, out_dtype=out_dtype, tile=used)
+            assert torch.equal(out, alone)
+
+
+def test_two_matrices_that_one_launch_does_not_take_are_two():
+    a, b = make_case(70, 20, 128, dtype=BF16), make_case(70, 24, 128, seed=1)
+    outs = pair.linear_pair_decode(a.x, (a.weight, None), (b.weight, b.scale))
+    assert torch.equal(outs[1], decode.linear_decode(a.x, b.weight, b.scale))
 
 
 def test_both_output_types():

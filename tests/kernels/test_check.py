@@ -269,3 +269,20 @@ def test_the_command_passes_its_arguments_on(monkeypatch, capsys):
 def test_an_incomplete_command_shows_its_usage(words, capsys):
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith(f"usage: isthmus {words[0]} ")
+
+
+LOOPS = """
+$A:
+    wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%f1, %f2}, %rd1, %rd2, p, 1, 1, 0, 0;
+    wgmma.wait_group.sync.aligned 1;
+    @%p1 bra $A;
+$B:
+    wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%f1, %f2}, {%r1, %r2, %r3, %r4}, %rd2, p, 1, 1, 0;
+    wgmma.wait_group.sync.aligned WAITS;
+    @%p1 bra $B;
+"""
+
+
+@pytest.mark.parametrize(("waits", "running"), [("1", 1), ("0", 0)])
+def test_products_whose_registers_may_be_written_too_early_are_counted_loop_by_loop(waits, running):
+    assert offline._running(LOOPS.replace("WAITS", waits)) == running

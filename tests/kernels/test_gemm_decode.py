@@ -10,6 +10,7 @@ import torch
 from kernels.gemm import linear
 from kernels.gemm_cut import Matrix, fit, table_tile
 from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode, quantize_rows
+from kernels.gemm_pair import linear_pair_decode
 from kernels.norm_rope import rms_norm
 
 
@@ -63,6 +64,19 @@ def test_a_norm_is_rounded_to_the_dtype_of_x_before_it_is_quantised():
 def test_gates_and_values_are_halves_of_the_rows():
     case = make_case(3, 288, 300, limit=5.0)
     assert case.fault() == ""
+
+
+def test_two_matrices_of_one_input_give_what_each_gives():
+    a, b = make_case(3, 40, 256, dtype=torch.bfloat16), make_case(3, 24, 256, seed=1)
+    outs = linear_pair_decode(a.x, (a.weight, None), (b.weight, b.scale), out_dtypes=(torch.float32, torch.bfloat16))
+    assert torch.equal(outs[0], linear_decode(a.x, a.weight, out_dtype=torch.float32))
+    assert torch.equal(outs[1], linear_decode(a.x, b.weight, b.scale))
+
+
+def test_two_matrices_of_several_inputs_are_refused():
+    a, b = make_case(3, 40, 256, dtype=torch.bfloat16), make_case(3, 24, 128, seed=1)
+    with pytest.raises(ValueError, match="x of 256 channels for a weight 24 x 128"):
+        linear_pair_decode(a.x, (a.weight, None), (b.weight, b.scale))
 
 
 def test_joined_weights_give_both_outputs():
