@@ -17,7 +17,7 @@ from engine.memory_parts import MIB, fixed_parts
 from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Rotary
 from engine.model.layout import build_layout
-from engine.model.model import Layer
+from engine.model.model import DeepSeekV4
 from engine.model.published import published_config
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
@@ -51,7 +51,7 @@ def held_by_attention(model: DeepSeekV4Config, layer: int) -> int:
     shard = Shard(0, 4)
     weights = synthetic_weights(model, shard, dtype=torch.bfloat16, device=torch.device("cpu"), keeps_packed=False)
     local = shard.of(model)
-    attention = Layer(weights, layer, local, use_hadamard=False).attention
+    attention = DeepSeekV4(local, weights, index_hadamard=False).layers[layer].attention
     layout = build_layout(model, block_tokens=256, kv_cache_dtype="packed", index_cache_dtype="fp8")
     cache = KVCache(layout, 2, 1)
     batch = RaggedBatch.build([(0, TOKENS)], slots=[0], block_tables=[[0, 1]], device="cpu")
