@@ -30,6 +30,7 @@ from kernels.triton_env import uses_triton
 
 DECODE_TOKENS = 8
 import os
+
 SIDE_ATT = os.environ.get("SIDE_ATT", "1") == "1"
 
 
@@ -55,7 +56,14 @@ def decode_batch(batch: RaggedBatch, cache: CacheViews) -> DecodeBatch | None:
 class Attention:
     """One layer's attention sublayer: [T, H] in, [T, H] out."""
 
-    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, side: SideStream | None = None, *, use_hadamard: bool
+    def __init__(
+        self,
+        weights: Weights,
+        layer: int,
+        config: DeepSeekV4Config,
+        side: SideStream | None = None,
+        *,
+        use_hadamard: bool,
     ) -> None:
         prefix = f"layers.{layer}.attn"
         self.layer, self.ratio, self.eps = layer, config.compress_ratios[layer], config.rms_norm_eps

@@ -32,7 +32,15 @@ HEAD_WORDS = 1 << 14  # of the vocabulary, multiplied at once by torch
 class Layer:
     """Attention and experts, each between the two halves of a hyper-connection."""
 
-    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, side: SideStream, *, use_hadamard: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        layer: int,
+        config: DeepSeekV4Config,
+        side: SideStream | None = None,
+        *,
+        use_hadamard: bool,
+    ) -> None:
         prefix = f"layers.{layer}"
         self.attention_mix = hyper_connection(weights, f"{prefix}.hc_attn", f"{prefix}.attn_norm", config)
         self.attention = Attention(weights, layer, config, side, use_hadamard=use_hadamard)
@@ -65,7 +73,9 @@ class DeepSeekV4:
         self.config = config
         self.embedding = weights.pop("embed.weight")
         side = SideStream(self.embedding.device)
-        self.layers = [Layer(weights, i, config, side, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)]
+        self.layers = [
+            Layer(weights, i, config, side, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)
+        ]
         self.head_mix = hyper_connection(weights, "hc_head", "norm", config)
         self.head = narrow(weights.pop("head.weight"))
         self.rotary = Rotary(config, self.embedding.device)

@@ -26,6 +26,7 @@ from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
 
 import os
+
 SIDE_MOE = os.environ.get("SIDE_MOE", "1") == "1"
 TOKENS = 256  # at once: what the kernels are cut for
 
