@@ -9,6 +9,8 @@ into spans of H, whose sums the second launch adds up in a fixed order; the norm
 the first launch's, done while it waits for y. The head is the same with n rows of fn; its x
 stays float32, and it carries nothing.
 
+Where the table says so, both launches are one for few tokens: hyper_connection_joined.py.
+
 Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, however many tokens there are.
 Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: C[j]; columns from n on hold anything).
 """

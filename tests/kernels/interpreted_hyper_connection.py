@@ -130,8 +130,8 @@ def test_rows_of_experts_added_up_by_a_launch_of_their_own_lead_to_the_same_bits
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "tile", "hidden"),
-    [(2, 0, cases.make_joined(1, 1, 1), 256), (17, 2, cases.make_joined(2, 2, 2), 512)],
-    ids=str,
+    [(17, 0, cases.make_joined(1, 1, 2), 256), (1, 2, cases.make_joined(2, 2, 1), 512)],
+    ids=["two blocks of tokens", "warps with other channels"],
 )
 def test_one_launch_does_what_two_do(tokens, top_k, tile, hidden):
     assert cases.joined_fault(make_case(tokens, top_k=top_k, padding=1, hidden=hidden, iters=1), tile) == ""
