@@ -9,6 +9,8 @@ into spans of H, whose sums the second launch adds up in a fixed order; the norm
 the first launch's, done while it waits for y. The head is the same with n rows of fn; its x
 stays float32, and it carries nothing.
 
+Where the table says so, both launches are one for few tokens: hyper_connection_joined.py.
+
 Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, however many tokens there are.
 Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: C[j]; columns from n on hold anything).
 """
@@ -23,16 +25,18 @@ from torch import Tensor
 
 from kernels.expert_parts import ExpertParts, add_up_reference
 from kernels.hyper_connection import collapse_reference, hc_head_reference, hc_post_reference, sinkhorn_reference
+from kernels.hyper_connection_joined import OP as JOINED
+from kernels.hyper_connection_joined import fits, launch_joined
 from kernels.hyper_finish_triton import finish_kernel
 from kernels.hyper_spread_triton import TOKENS, spread_kernel
 from kernels.norm_rope import rms_norm_reference
-from kernels.tiles import Tile, Variant, tile_for, tiles_of
+from kernels.tiles import Tile, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
 SPREAD, FINISH = "hyper_spread", "hyper_finish"
 ADDED = 2  # spans of 16 channels whose sums are added up first: by a program of the first launch, or by the second one
-_SUMMED = 16 * ADDED
-_STREAM_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+SUMMED = 16 * ADDED
+_STREAM_TYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,22 +116,47 @@ def spread_and_mix(
     mixer: Mixer,
     *,
     sequence: Tensor | None = None,
-    tiles: tuple[Tile, Tile] | None = None,
+    tiles: tuple[Tile, Tile] | tuple[Tile] | None = None,
 ) -> Mixed:
     """Return where the next sublayer begins, or what the head returns, given a sublayer's output y.
 
     y: [T, H] of any float dtype, contiguous; or rows of experts, which are added up here.   before: where that sublayer
     began.   mixer: the next one's; its n is 2 to 4, H a multiple of 64.   sequence: as in `mix`; the streams of padding
-    become 0, whatever its y.
+    become 0, whatever its y.   tiles: of both launches, or of the one that does the work of both.
     """
     _check(before.streams, mixer, sequence)
     _check_output(y, before)
     if not uses_triton(before.streams):
         streams = spread_reference(y, before, sequence=sequence)
         return mix_reference(streams, mixer, sequence=sequence)
+    joined, tiles = _choose(before.streams, mixer, tiles)
+    if joined:
+        given, top_k = _given(y)
+        x, streams, carry = launch_joined(given, top_k, before, mixer, sequence=sequence, tile=joined)
+        return Mixed(x, streams, carry, mixer.eps, mixer.iters)
     streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=before.streams.device)
     parts = _begin(streams, before.streams, (y, before), mixer, sequence, tiles)
     return _finish(streams, mixer, parts, sequence, tiles)
+
+
+def _choose(
+    streams: Tensor, mixer: Mixer, tiles: tuple[Tile, Tile] | tuple[Tile] | None
+) -> tuple[Tile | None, tuple[Tile, Tile] | None]:
+    """Return the tile of one launch, or else those of two, None for the table's."""
+    if tiles is not None:
+        return (tiles[0], None) if len(tiles) == 1 else (None, tiles)
+    arch, tokens = arch_of(streams.device), streams.shape[0]
+    if tokens > tile_for(FINISH, arch).constants["JOINED"]:
+        return None, None
+    tile = tile_for(JOINED, arch, tokens=tokens)
+    return (tile if fits(streams, mixer, tile) else None), None
+
+
+def _given(y: Tensor | ExpertParts | None) -> tuple[tuple[Any, ...], int]:
+    """Return y as kernels take it: y, or rows of experts and what says whose they are; and how many a token has."""
+    if isinstance(y, ExpertParts):
+        return (y.parts, y.ids, y.rank, y.first, y.add), y.ids.shape[1]
+    return (y, None, None, None, None), 0
 
 
 def spread(
@@ -155,12 +184,9 @@ def _begin(
     rows = mixer.fn.shape[0] if mixer else 0
     tile = tiles[0] if tiles else tile_for(SPREAD, arch_of(streams.device), tokens=tokens)
     warps, spans = tile.constants["W"], tile.constants["L"]
-    parts = torch.empty((tokens, columns(rows) // 4, hidden // _SUMMED, ADDED // spans, 4), device=streams.device)
+    parts = torch.empty((tokens, columns(rows) // 4, hidden // SUMMED, ADDED // spans, 4), device=streams.device)
     y, before = after or (None, None)
-    given: tuple[Any, ...] = (y, None, None, None, None)
-    top_k = 0
-    if isinstance(y, ExpertParts):
-        given, top_k = (y.parts, y.ids, y.rank, y.first, y.add), y.ids.shape[1]
+    given, top_k = _given(y)
     pdl, launch = _pdl(streams.device)
     if tokens:
         spread_kernel[(-(-tokens // (TOKENS * warps)), hidden // (16 * spans))](
@@ -245,69 +271,3 @@ def _check_output(y: Tensor | ExpertParts, before: Mixed) -> None:
             f"y {tuple(y.shape)}{found}: wanted contiguous floats {(tokens, hidden)}, or rows of experts for as many, "
             f"for streams {tuple(before.streams.shape)}"
         )
-
-
-# What the offline gate compiles: DeepSeek-V4-Flash. (rows of fn, dtype of y) of the first launch; None: no spread;
-# _EXPERTS: rows of six experts, to which bfloat16 is added.
-_STREAMS, _HIDDEN, _ITERS, _TOP_K, _EXPERTS = 4, 4096, 20, 6, "experts"
-_SPREADS = (
-    *((24, y) for y in ("*bf16", "*fp32", _EXPERTS, None)),
-    *((4, y) for y in ("*fp32", _EXPERTS, None)),
-    *((0, y) for y in ("*fp32", _EXPERTS)),
-)
-
-
-def variants(arch: str) -> list[Variant]:
-    """Return the compilations that are shipped for `arch`, for the offline gate: bfloat16 streams, 4 of 4096."""
-    spreads = tiles_of(SPREAD, arch)
-    found = [
-        _spread_variant(tile, rows, y, padded=rows != 0 or y == _EXPERTS) for tile in spreads for rows, y in _SPREADS
-    ]
-    left = sorted({ADDED // tile.constants["L"] for tile in spreads})
-    found += [_finish_variant(tile, rows, one) for tile in tiles_of(FINISH, arch) for rows in (24, 4) for one in left]
-    return found
-
-
-def _spread_variant(tile: Tile, rows: int, y: str | None, *, padded: bool) -> Variant:
-    is_experts = y == _EXPERTS
-    signature = {"out_ptr": "*bf16", "part_ptr": "*fp32", "streams_ptr": "*bf16", "token_stride": "i32"}
-    signature |= {"stream_stride": "i32", "y_ptr": "*fp32" if is_experts else y or ""}
-    signature |= dict.fromkeys(("ids_ptr", "rank_ptr", "first_ptr"), "*i32")
-    signature |= {"add_ptr": "*bf16", "carry_ptr": "*fp32", "fn_ptr": "*fp32"}
-    signature |= {"sequence_ptr": "*i32", "tokens": "i32", "eps": "fp32"}
-    fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "ROWS": rows, "ITERS": _ITERS if y else 0}
-    fixed |= {"COLUMNS": columns(rows), **tile.constants, "SPREAD": y is not None}
-    fixed |= {"TOP_K": _TOP_K if is_experts else 0, "PDL": True}
-    absent = (() if y else ("out_ptr", "y_ptr", "carry_ptr")) + (() if rows else ("part_ptr", "fn_ptr"))
-    absent += () if is_experts else ("ids_ptr", "rank_ptr", "first_ptr", "add_ptr")
-    fixed |= dict.fromkeys(absent + (() if padded else ("sequence_ptr",)))
-    return Variant(
-        SPREAD,
-        spread_kernel,
-        {name: kind for name, kind in signature.items() if name not in fixed},
-        fixed,
-        tile.num_warps,
-        1,
-        tensor_ops=("HMMA",) if rows else (),
-        unaligned=("tokens",),
-    )
-
-
-def _finish_variant(tile: Tile, rows: int, added: int) -> Variant:
-    warps = warps_of(tile, hidden=_HIDDEN)
-    signature = dict.fromkeys(finish_kernel.arg_names, "*fp32")
-    signature |= {"x_ptr": "*bf16", "streams_ptr": "*bf16", "sequence_ptr": "*i32", "eps": "fp32", "norm_eps": "fp32"}
-    signature |= {"token_stride": "i32", "stream_stride": "i32"}
-    fixed: dict[str, Any] = {"H": _HIDDEN, "N": _STREAMS, "SUMS": _HIDDEN // _SUMMED, "ADDED": added}
-    fixed |= {"COLUMNS": columns(rows), "BLOCK": 32 * warps, "PDL": True}
-    if rows == _STREAMS:
-        fixed["carry_ptr"], signature["x_ptr"] = None, "*fp32"
-    return Variant(
-        FINISH,
-        finish_kernel,
-        {name: signature[name] for name in finish_kernel.arg_names if name not in fixed},
-        fixed,
-        warps,
-        1,
-        tensor_ops=(),
-    )

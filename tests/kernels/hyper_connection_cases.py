@@ -185,6 +185,24 @@ def summed_fault(case: Case, **options) -> str:
     return ""
 
 
+def joined_fault(case: Case, tile: Tile) -> str:
+    """Return how one launch differs from the formula, from two launches, or from its own second call, "" if not."""
+    begun = case.begin()
+    two = spread_and_mix(case.y, begun, case.second, sequence=case.sequence, tiles=make_tiles(1, 4))
+    one, again = (spread_and_mix(case.y, begun, case.second, sequence=case.sequence, tiles=(tile,)) for _ in range(2))
+    if not torch.equal(one.streams, two.streams):
+        return "other streams by one launch than by two"
+    for name in ("x", "streams", "carry"):
+        if not torch.equal(getattr(one, name), getattr(again, name)):
+            return f"two calls of one launch: other bits in {name}"
+    return mix_fault(one, one.streams, case.second, None)
+
+
+def make_joined(warps: int, channels: int, spans: int) -> Tile:
+    """Return a tile of both launches as one."""
+    return Tile({"W": warps, "C": channels, "L": spans}, num_warps=warps)
+
+
 def make_tiles(warps: int, finish_warps: int, *, spans: int = 1) -> tuple[Tile, Tile]:
     """Return tiles of both launches."""
     return Tile({"W": warps, "L": spans}, num_warps=warps), Tile({"W": finish_warps}, num_warps=finish_warps)
