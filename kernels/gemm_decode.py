@@ -114,7 +114,7 @@ def grouped_linear_decode(
     if not uses_triton(x):
         given = _quantized(x) if quantize else x.float()
         whole = flat.float() if scale is None else dequantize_block_fp8(flat, scale)
-        return grouped_linear_reference(given, whole.view(weight.shape)).to(out_dtype)
+        return grouped_linear_reference(given, whole.view(weight.shape)).to(out_dtype).contiguous()
     out = torch.empty((x.shape[0], groups, rows), dtype=out_dtype, device=x.device)
     _launch(out, x, flat, scale, None, groups=groups, offset=(0, 0), eps=0.0, quantize=quantize, tile=tile)
     return out
