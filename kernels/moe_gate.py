@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from kernels.moe_gate_triton import gate_kernel
+from kernels.gemm_cut import FEW, Matrix, fit_few
+from kernels.gemm_decode import linear_decode
+from kernels.moe_gate_triton import gate_beside_kernel, gate_kernel
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing, _check, route_tokens_reference
 from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for
-from kernels.triton_env import HAS_PDL, arch_of, uses_triton
+from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
 OP = "moe_gate"
 MAX_TOP_K = 31  # a router's count of an expert must fit into a byte
@@ -66,6 +68,58 @@ def route_by_gate(
     share scratch memory (scratch.py).
     Raises ValueError.
     """
+    return _route(
+        x, gate, None, tile, top_k=top_k, scaling=scaling, bias=bias, table=table, token_ids=token_ids,
+        sequence=sequence,
+    )[0]  # fmt: skip
+
+
+def route_beside(
+    x: Tensor, gate: Tensor, weight: Tensor, scale: Tensor | None, *, limit: float, **routing: Any
+) -> tuple[Routing, Tensor]:
+    """Return route_by_gate(x, gate, **routing) and linear_decode(x, weight, scale, limit=limit) in x's dtype.
+
+    One launch for up to FEW tokens in bfloat16 and e4m3 weights, as long as every program has a multiprocessor: the
+    gate alone leaves most of them idle. Two for others. Raises ValueError as they do.
+    """
+    fits = uses_triton(x) and 0 < x.shape[0] <= FEW and x.dtype == torch.bfloat16 and x.is_contiguous()
+    fits = fits and scale is not None and weight.shape[1] == x.shape[1] and x.shape[1] % 16 == 0
+    fits = fits and weight.shape[0] % 16 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    cut = _beside(arch_of(x.device), x.shape[0], *weight.shape) if fits else None
+    if cut is not None and cdiv(weight.shape[0], 16) + 2 * (cdiv(gate.shape[0], 16) + 1) > sm_count(x.device):
+        cut = None
+    if cut is None or scale is None:
+        return route_by_gate(x, gate, **routing), linear_decode(x, weight, scale, limit=limit, out_dtype=x.dtype)
+    out, hidden = _route(x, gate, (weight, scale, cut | {"LIMIT": limit}), None, **routing)
+    assert hidden is not None
+    return out, hidden
+
+
+def _beside(arch: str, tokens: int, rows: int, channels: int) -> dict[str, Any] | None:
+    """Return how a gated layer of e4m3 weights is cut for as many warps as the gate has, None if it is too small."""
+    warps = tile_for(OP, arch, tokens=tokens).constants["KS"]
+    constants = {"R": 1, "KS": warps, "RS": 1, "DEPTH": 4, "MAX_SPLIT": 1, "RESIDENT": 1, "REGISTERS": 0}
+    cut = fit_few(Tile(constants, warps), tokens, Matrix(rows, channels, 1, is_gated=True), sms=1)
+    if cut["KS"] * cut["RS"] != warps:
+        return None
+    renamed = {"LAYER_NB": cut.pop("NB"), "LAYER_KS": cut.pop("KS")}
+    return renamed | {name: cut[name] for name in ("R", "RS", "DEPTH", "ONCE", "EVEN", "LEAN")}
+
+
+def _route(
+    x: Tensor,
+    gate: Tensor,
+    beside: tuple[Tensor, Tensor, dict[str, Any]] | None,
+    tile: Tile | None,
+    *,
+    top_k: int,
+    scaling: float,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    sequence: Tensor | None = None,
+) -> tuple[Routing, Tensor | None]:
+    """See route_by_gate. beside: weight and scale of a layer in the same launch, and its constants of the kernel."""
     tokens, hidden = x.shape
     experts = gate.shape[0]
     if gate.shape != (experts, hidden) or gate.dtype != torch.bfloat16 or not gate.is_contiguous():
@@ -79,7 +133,7 @@ def route_by_gate(
     if not uses_triton(x) or not tokens:
         return route_by_gate_reference(
             x, gate, top_k=top_k, scaling=scaling, bias=bias, table=table, token_ids=token_ids, sequence=sequence
-        )
+        ), None
     device, rows = x.device, tokens * top_k
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -102,13 +156,24 @@ def route_by_gate(
     pdl = HAS_PDL(device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     programs = cdiv(tokens, 8 * constants["NB"]) * cdiv(experts, 16) * constants["SPLIT"]
-    gate_kernel[(programs + cdiv(tokens, 8),)](
+    given = (
         x, gate, bias, table, token_ids, sequence, out.ids, out.weights, out.rank, out.token, out.weight, out.first,
         out.active, *_scratch(device, constants["PADDED"]), out.x, x_many, tokens,
         MANY if tokens > MANY else MAX_TOKENS * top_k, scaling,
-        **constants, PDL=pdl, num_warps=constants["KS"], num_stages=1, **launch,
     )  # fmt: skip
-    return out
+    launch |= {"PDL": pdl, "num_warps": constants["KS"], "num_stages": 1}
+    programs += cdiv(tokens, 8)
+    if beside is None:
+        gate_kernel[(programs,)](*given, **constants, **launch)
+        return out, None
+    weight, scale, cut = beside
+    rows, channels = weight.shape
+    opened = torch.empty((tokens, rows // 2), dtype=x.dtype, device=device)
+    gate_beside_kernel[(programs + cdiv(rows, 16 * cut["R"] * cut["RS"]),)](
+        *given, opened, weight.view(torch.int32), scale, opened.stride(0), rows, channels // 16, **constants, **cut,
+        **launch,
+    )  # fmt: skip
+    return out, opened
 
 
 def _constants(tile: Tile, tokens: int, *, experts: int, hidden: int, top_k: int) -> dict[str, int]:
@@ -145,19 +210,25 @@ def _scratch(device: torch.device, padded: int) -> tuple[Tensor, Tensor, Tensor]
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`: DeepSeek-V4-Flash's gate, experts by score and by table."""
     return [
-        _variant(tile_for(OP, arch, tokens=tokens), tokens, by_table=by_table)
-        for tokens in (8, 64, 256)
+        _variant(arch, tokens, by_table=by_table, is_beside=is_beside)
+        for tokens, is_beside in ((8, False), (64, False), (256, False), (8, True), (16, True))
         for by_table in (False, True)
     ]
 
 
-def _variant(tile: Tile, tokens: int, *, by_table: bool) -> Variant:
-    signature = dict.fromkeys(gate_kernel.arg_names, "*i32") | dict.fromkeys(("tokens", "many"), "i32")
+def _variant(arch: str, tokens: int, *, by_table: bool, is_beside: bool) -> Variant:
+    tile, kernel = tile_for(OP, arch, tokens=tokens), gate_beside_kernel if is_beside else gate_kernel
+    signature = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(("tokens", "many"), "i32")
     signature |= {"scaling": "fp32"} | dict.fromkeys(("bias_ptr", "weights_ptr", "weight_ptr"), "*fp32")
     signature |= {"table_ptr": "*i64", "token_ids_ptr": "*i64", "few_ptr": "*fp16", "many_ptr": "*fp16"}
     signature |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "count_ptr": "*i64"}
     absent = ["bias_ptr"] if by_table else ["table_ptr", "token_ids_ptr"]
+    signature |= dict.fromkeys(("out_stride", "rows", "pieces"), "i32") | {"scale_ptr": "*fp32", "out_ptr": "*bf16"}
     fixed: dict[str, Any] = _constants(tile, tokens, experts=256, hidden=4096, top_k=6) | {"PDL": True}
+    if is_beside:
+        cut = _beside(arch, tokens, 1024, 4096)
+        assert cut is not None
+        fixed |= cut | {"LIMIT": 10.0}
     fixed |= dict.fromkeys(absent if fixed["GROUPED"] else [*absent, "many_ptr"])
-    signature = {name: kind for name, kind in signature.items() if name not in fixed}
-    return Variant(OP, gate_kernel, signature, fixed, tile.constants["KS"], 1, unaligned=("tokens", "many"))
+    signature = {name: signature[name] for name in kernel.arg_names if name not in fixed}
+    return Variant(OP, kernel, signature, fixed, tile.constants["KS"], 1, unaligned=("tokens", "many"))

@@ -16,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gemm_fragment_triton import BF16, lane_tokens, lane_weights, multiply
+from kernels.gemm_few_triton import few_share
+from kernels.gemm_fragment_triton import BF16, FP8, lane_tokens, lane_weights, multiply
 from kernels.moe_gate_route_triton import ROUTED, activate, prepare, route
 from kernels.row_load import to_f16
 from kernels.triton_env import INTERPRETED
@@ -84,6 +85,55 @@ def gate_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    gate_share(
+        tl.program_id(0), x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr,
+        rank_ptr, token_ptr, weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr,
+        tokens, many, scaling, E, K, TOP_K, KS, NB, SPLIT, GROUPED, CONVERTED, PADDED, PDL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "many"])
+def gate_beside_kernel(
+    x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr, rank_ptr, token_ptr,
+    weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr, tokens, many, scaling,
+    out_ptr, layer_ptr, scale_ptr, out_stride, rows, pieces,
+    E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr,
+    SPLIT: tl.constexpr, GROUPED: tl.constexpr, CONVERTED: tl.constexpr, PADDED: tl.constexpr,
+    LAYER_NB: tl.constexpr, R: tl.constexpr, LAYER_KS: tl.constexpr, RS: tl.constexpr, DEPTH: tl.constexpr,
+    ONCE: tl.constexpr, EVEN: tl.constexpr, LEAN: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """gate_kernel's programs; behind them those of a gated linear layer of e4m3 weights: see few_kernel.
+
+    Routers wait for programs in front of them, and for none of the layer's.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    groups = (tokens + (8 * NB - 1)) // (8 * NB)
+    ahead = groups * ((E + 15) // 16 * SPLIT) + (tokens + ROUTED - 1) // ROUTED
+    program = tl.program_id(0)
+    if program < ahead:
+        gate_share(
+            program, x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr,
+            rank_ptr, token_ptr, weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr,
+            tokens, many, scaling, E, K, TOP_K, KS, NB, SPLIT, GROUPED, CONVERTED, PADDED, PDL,
+        )  # fmt: skip
+    else:
+        few_share(
+            out_ptr, x_ptr, layer_ptr, scale_ptr, None, None, None, tokens, K, out_stride, 0.0, rows, pieces, 0,
+            tl.program_id(1), program - ahead, tl.num_programs(0) - ahead, 0, 1,
+            0, FP8, R, LAYER_KS, RS, LAYER_NB, DEPTH, 1, ONCE, EVEN, LEAN, LIMIT, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def gate_share(
+    program, x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr, rank_ptr, token_ptr,
+    weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr, tokens, many, scaling,
+    E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr,
+    SPLIT: tl.constexpr, GROUPED: tl.constexpr, CONVERTED: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """What a program of gate_kernel does."""
     N: tl.constexpr = 8 * NB
     ROWS: tl.constexpr = 16
     TILES: tl.constexpr = (E + ROWS - 1) // ROWS
@@ -91,7 +141,6 @@ def gate_kernel(
     SHARE: tl.constexpr = (CHUNKS + KS * SPLIT - 1) // (KS * SPLIT)
     EVEN: tl.constexpr = CHUNKS == SHARE * KS * SPLIT and E % ROWS == 0
     groups = (tokens + N - 1) // N
-    program = tl.program_id(0)
     programs, routers = groups * (TILES * SPLIT), (tokens + ROUTED - 1) // ROUTED
     router = program - programs
     if program < programs:

@@ -75,6 +75,11 @@ def fault_of(case: Case, device: str) -> str:
     return fault or ("" if same else "two calls give different bits")
 
 
+def beside_fault(case: Case, rows: int, device: str) -> str:
+    """Return what is wrong where a layer of `rows` gates and values shares the launch, "" if nothing."""
+    return str(make(case, device).beside_fault(rows))
+
+
 def replay_fault(device: str) -> str:
     """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all."""
     for case in (Case(1), Case(16, padding=2), Case(64), Case(256)):
@@ -99,6 +104,14 @@ def replay_fault(device: str) -> str:
 def jobs_of(device: str, *, small: bool) -> list[Job]:
     """Return all cases, and what else there is to see."""
     found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    if not small:
+        for n in (1, 2, 7, 8, 9, 15, 16, 17):
+            for by_table in (False, True):
+                beside = Case(n, 1, by_table)
+                found += [
+                    (f"{beside} beside {rows} rows", functools.partial(beside_fault, beside, rows, device))
+                    for rows in (1024, 2048)
+                ]
     if device == "cuda":
         found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
     return found

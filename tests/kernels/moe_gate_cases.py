@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from kernels.moe_gate import route_by_gate
+from kernels.moe import gated
+from kernels.moe_gate import route_beside, route_by_gate
 from kernels.moe_routing import Routing, route_tokens_reference
+from kernels.quant import dequantize_block_fp8
 from kernels.tiles import Tile
 
 # How far two choices (activation plus bias) may lie apart that change places: products are summed in another order.
@@ -31,7 +33,23 @@ class Case:
 
     def fault(self, **options) -> str:
         """Return what is wrong with what the kernel gives, "" if nothing: its choice, then all that follows from it."""
-        got = self.run(**options)
+        return self.fault_of(self.run(**options))
+
+    def beside_fault(self, rows: int) -> str:
+        """Return the same where a layer of `rows` gates and values shares the launch, and what is wrong with that."""
+        draw = torch.Generator(self.x.device).manual_seed(rows)
+        hidden = self.x.shape[1]
+        weight = torch.randn(rows, hidden, generator=draw, device=self.x.device).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-rows // 128), -(-hidden // 128), generator=draw, device=self.x.device) / hidden**0.5
+        routing, out = route_beside(self.x, self.gate, weight, scale, limit=1.0, **self.routing)
+        sums = self.x.double() @ dequantize_block_fp8(weight, scale).double().T
+        wanted = gated(*sums.chunk(2, 1), limit=1.0)
+        if not torch.allclose(out.double(), wanted, rtol=2**-7, atol=2**-8, equal_nan=True):
+            return f"the layer is {(out - wanted).abs().nan_to_num().max():.2e} off"
+        return self.fault_of(routing)
+
+    def fault_of(self, got: Routing) -> str:
+        """Return what is wrong with a routing, "" if nothing."""
         u = self.x.double() @ self.gate.double().T
         real = torch.ones(len(u), dtype=torch.bool, device=u.device)
         if self.routing.get("sequence") is not None:
