@@ -20,7 +20,7 @@ from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
 from kernels.moe import expert_scores, experts, route
 from kernels.moe_decode import expert_parts
-from kernels.moe_gate import route_by_gate
+from kernels.moe_gate import route_beside, route_by_gate
 from kernels.moe_routing import route_tokens
 from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
@@ -74,12 +74,13 @@ class MixtureOfExperts:
                 parts = self._read_once(x, token_ids, add, decode.sequence, w13, w2)
                 self._side.join()
                 return parts
-            add = self._shared(x, decodes=decode is not None)
+            shared = None if decode is not None else self._shared(x, decodes=False)
             found = []
             for first in range(0, max(x.shape[0], 1), TOKENS):
                 at = slice(first, first + TOKENS)
                 sequence = None if decode is None else decode.sequence[at]
-                found.append(self._read_once(x[at], token_ids[at], add[at], sequence, w13, w2))
+                ready = None if shared is None else shared[at]
+                found.append(self._read_once(x[at], token_ids[at], ready, sequence, w13, w2))
             return found[0] if len(found) == 1 else torch.cat([add_up(y) for y in found])
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
@@ -92,10 +93,22 @@ class MixtureOfExperts:
         return self.shared_w2(self.shared_w13(x, limit=self.limit, decodes=decodes), decodes=decodes)
 
     def _read_once(
-        self, x: Tensor, token_ids: Tensor, add: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights
+        self,
+        x: Tensor,
+        token_ids: Tensor,
+        add: Tensor | None,
+        sequence: Tensor | None,
+        w13: ExpertWeights,
+        w2: ExpertWeights,
     ) -> ExpertParts:
+        """Return what packed experts give. add: of the shared expert; None: made here, with decode kernels."""
         given: dict[str, Any] = {"top_k": self.top_k, "scaling": self.scaling, "sequence": sequence}
         given |= {"bias": self.bias} if self.table is None else {"table": self.table, "token_ids": token_ids}
+        shared = self.shared_w13.both.parts
+        if self.gate.dtype == torch.bfloat16 and add is None and len(shared) == 1:
+            routing, opened = route_beside(x, self.gate, *shared[0], limit=self.limit, **given)
+            return expert_parts(routing, w13, w2, limit=self.limit, add=self.shared_w2(opened, decodes=True))
+        add = self._shared(x, decodes=True) if add is None else add
         if self.gate.dtype == torch.bfloat16:
             routing = route_by_gate(x, self.gate, **given)
         else:
