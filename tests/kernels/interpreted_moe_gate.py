@@ -84,17 +84,15 @@ def test_experts_with_many_rows_are_listed_first():
     assert int(case.run(tile=tile()).active[1]) > 0
 
 
-@pytest.mark.parametrize("by_table", [False, True])
-@pytest.mark.parametrize("tokens", [1, 8, 9, 15])
+@pytest.mark.parametrize(("tokens", "by_table"), [(3, False), (7, True), (12, False)])
 def test_a_gated_layer_shares_the_launch(tokens, by_table, monkeypatch):
     monkeypatch.setattr(module, "linear_decode", None)
-    assert make_case(tokens, hidden=1024, by_table=by_table, padding=1).beside_fault(96) == ""
+    assert make_case(tokens, hidden=1024, by_table=by_table, padding=1).beside_fault(64) == ""
 
 
-@pytest.mark.parametrize("change", [{"tokens": 17}, {"hidden": 128}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("change", [{"hidden": 128}, {"dtype": torch.float32}], ids=str)
 def test_a_gated_layer_that_the_launch_does_not_take_has_one_of_its_own(change):
-    given = {"tokens": 3, "hidden": 1024} | change
-    assert make_case(given.pop("tokens"), **given).beside_fault(32) == ""
+    assert make_case(3, **{"hidden": 256} | change).beside_fault(32) == ""
 
 
 def test_equal_scores_go_to_the_lower_expert():
