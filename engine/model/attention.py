@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
 from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, Rotations, Weights, read_once
-from engine.model.side_stream import SideStream
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
 from kernels.norm_rope import rms_norm, rope
@@ -29,9 +28,6 @@ from kernels.sparse_attention_decode import sparse_attention_decode
 from kernels.triton_env import uses_triton
 
 DECODE_TOKENS = 8
-import os
-
-SIDE_ATT = os.environ.get("SIDE_ATT", "1") == "1"
 
 
 class CacheViews(Protocol):
@@ -61,7 +57,6 @@ class Attention:
         weights: Weights,
         layer: int,
         config: DeepSeekV4Config,
-        side: SideStream | None = None,
         *,
         use_hadamard: bool,
     ) -> None:
@@ -75,7 +70,6 @@ class Attention:
         queries = [Matrix.take(weights, f"{prefix}.wq_b")]
         self.kv_norm = RMSNorm(weights, f"{prefix}.kv_norm", self.eps)
         self.sink = weights.pop(f"{prefix}.attn_sink")
-        self._side = side or SideStream(self.sink.device)
         self.groups = config.o_groups
         self.out_down = GroupedLinear(weights, f"{prefix}.wo_a", self.groups)
         self.out_up = Linear(weights, f"{prefix}.wo_b")
@@ -133,11 +127,7 @@ class Attention:
     def _attend_decode(self, x: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
         """The same with decode kernels: one launch writes the cache, one attends."""
         pooled: list[Tensor] = []
-        if self.compressor is not None and SIDE_ATT:
-            with self._side.fork():
-                pooled = self.pooled(x, decodes=True)
-            latent, kv = self.down(x, decodes=True)
-        elif self.compressor is not None:
+        if self.compressor is not None:
             pooled, (latent, kv) = read_once(x, self.pooled, self.down)
         else:
             latent, kv = self.down(x, decodes=True)
@@ -148,8 +138,6 @@ class Attention:
         if self.compressor is not None:
             name = "csa" if self.ratio == CSA_RATIO else "hca"
             pool = cache.rows(f"{name}_kv", self.index)
-            if SIDE_ATT:
-                self._side.join()
             projected, *of_index = pooled
             main = self.compressor.pooling(projected, state=cache.rows(f"{name}_state", self.index), pool=pool)
         if self.indexer is not None:

@@ -18,7 +18,6 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
 from kernels.expert_parts import ExpertParts
-from engine.model.side_stream import SideStream
 from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode
 from kernels.hyper_connection_decode import Mixed, mix, spread, spread_and_mix
@@ -37,15 +36,14 @@ class Layer:
         weights: Weights,
         layer: int,
         config: DeepSeekV4Config,
-        side: SideStream | None = None,
         *,
         use_hadamard: bool,
     ) -> None:
         prefix = f"layers.{layer}"
         self.attention_mix = hyper_connection(weights, f"{prefix}.hc_attn", f"{prefix}.attn_norm", config)
-        self.attention = Attention(weights, layer, config, side, use_hadamard=use_hadamard)
+        self.attention = Attention(weights, layer, config, use_hadamard=use_hadamard)
         self.experts_mix = hyper_connection(weights, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm", config)
-        self.experts = MixtureOfExperts(weights, layer, config, side)
+        self.experts = MixtureOfExperts(weights, layer, config)
 
     def __call__(
         self,
@@ -72,10 +70,7 @@ class DeepSeekV4:
     def __init__(self, config: DeepSeekV4Config, weights: Weights, *, index_hadamard: bool) -> None:
         self.config = config
         self.embedding = weights.pop("embed.weight")
-        side = SideStream(self.embedding.device)
-        self.layers = [
-            Layer(weights, i, config, side, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)
-        ]
+        self.layers = [Layer(weights, i, config, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)]
         self.head_mix = hyper_connection(weights, "hc_head", "norm", config)
         self.head = narrow(weights.pop("head.weight"))
         self.rotary = Rotary(config, self.embedding.device)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
 from engine.model.layers import GatedLinear, Linear, Matrix, Weights, narrow
-from engine.model.side_stream import SideStream
 from kernels.expert_parts import ExpertParts, add_up
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
@@ -25,9 +24,6 @@ from kernels.moe_routing import route_tokens
 from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
 
-import os
-
-SIDE_MOE = os.environ.get("SIDE_MOE", "1") == "1"
 TOKENS = 256  # at once: what the kernels are cut for
 
 
@@ -39,10 +35,9 @@ def keeps_packed(device: torch.device) -> bool:
 class MixtureOfExperts:
     """[T, H] in, [T, H] float32 out. The first layers choose experts by token id, the others by score plus bias."""
 
-    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config, side: SideStream | None = None) -> None:
+    def __init__(self, weights: Weights, layer: int, config: DeepSeekV4Config) -> None:
         prefix = f"layers.{layer}.ffn"
         self.gate = narrow(weights.pop(f"{prefix}.gate.weight"))
-        self._side = side or SideStream(self.gate.device)
         self.table = weights.pop(f"{prefix}.gate.tid2eid") if config.is_hash_layer(layer) else None
         self.bias = None if config.is_hash_layer(layer) else weights.pop(f"{prefix}.gate.bias")
         self.w13 = _matrices(weights, f"{prefix}.experts.w13")
@@ -68,12 +63,6 @@ class MixtureOfExperts:
         """
         w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
         if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
-            if decode is not None and SIDE_MOE:
-                with self._side.fork():
-                    add = self._shared(x, decodes=True)
-                parts = self._read_once(x, token_ids, add, decode.sequence, w13, w2)
-                self._side.join()
-                return parts
             shared = None if decode is not None else self._shared(x, decodes=False)
             found = []
             for first in range(0, max(x.shape[0], 1), TOKENS):
