@@ -32,6 +32,7 @@ from engine.decode_graphs import DecodeGraphs, LaunchedStep
 from engine.grammar import Grammars
 from engine.graph_sizes import graph_sizes
 from engine.model.attention import runs_decode_kernels
+from engine.model.config import ConfigError
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
@@ -174,10 +175,24 @@ class ModelRunner:
             )
 
     def capture(self, progress: Callable[[str], None] | None = None) -> None:
-        """Capture decode steps as graphs, every size that may be admitted. Before it, they run uncaptured."""
-        if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.capture(progress)
+        """Capture decode steps as graphs, every size that may be admitted. Before it, they run uncaptured.
+
+        Raises ConfigError for a model or cache whose steps can't be captured: a GPU serves none that are not.
+        """
+        if self.device.type != "cuda" or self.config.role != "decode" or self.config.enforce_eager:
+            return
+        if self._model is None:
+            raise RuntimeError("the model is not loaded: call load() before capture()")
+        problem = self._model.uncapturable
+        if self._graphs is None:
+            problem = f"kv_cache_dtype {self.config.kv_cache_dtype} has no decode kernels; packed has"
+        if problem or self._graphs is None:
+            raise ConfigError(
+                f"decode steps can't be captured as CUDA graphs: {problem}; serve another form of the checkpoint or of "
+                "the cache, or set enforce_eager (for tests: steps that are not captured are slow)"
+            )
+        with torch.inference_mode():
+            self._graphs.capture(progress)
 
     def _max_blocks(self) -> int:
         longest = self.config.max_model_len or self.model_config.max_position_embeddings

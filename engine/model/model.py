@@ -76,6 +76,17 @@ class DeepSeekV4:
         self.rotary = Rotary(config, self.embedding.device)
         assert not weights, f"nobody took {sorted(weights)[:5]}"
 
+    @property
+    def uncapturable(self) -> str:
+        """Return what of a decode step reads values back to the host, "" if nothing does and it may be captured."""
+        loose = [layer for layer, each in enumerate(self.layers) if not each.experts.is_packed]
+        if not loose:
+            return ""
+        return (
+            f"the routed experts of {len(loose)} layers (layer {loose[0]} first) are not packed in four bits: sizes or "
+            "values of this checkpoint do not allow it"
+        )
+
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: CacheViews) -> Tensor:
         """Return the streams [T, n, H] after the last layer for token_ids [T] int64, and update the cache."""
         decode = decode_batch(batch, cache)

@@ -51,6 +51,11 @@ class MixtureOfExperts:
             config.swiglu_limit,
         )
 
+    @property
+    def is_packed(self) -> bool:
+        """Both matrices of the routed experts are in four bits: decode kernels read them."""
+        return isinstance(self.w13, ExpertWeights) and isinstance(self.w2, ExpertWeights)
+
     def __call__(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch | None = None) -> Tensor:
         """x [T, H]: normed hidden states.   token_ids [T] int64.   decode: of a step that may have padding tokens."""
         y = self.parts(x, token_ids, decode)

@@ -7,10 +7,12 @@ the host and tokens chosen by the host's sampler. Both must choose the same toke
 from pathlib import Path
 
 import pytest
+import torch
 
 import engine.model.attention
 import engine.runner
 from engine.config import EngineConfig
+from engine.model.config import ConfigError
 from engine.plan import PREVIOUS, SequenceStart, SequenceStep, StepPlan
 from router.protocol import Guide, SamplingParams
 
@@ -170,3 +172,18 @@ def test_logits_are_shown_to_who_asks(make_runner):
     runner.on_logits = lambda seq, position, logits: seen.append((seq, position, int(logits.argmax())))
     tokens = runner.run(StepPlan(number=1, starts=[start(1)], steps=[first(1)])).tokens
     assert seen == [(1, CONTEXT, tokens[0][1])]
+
+
+def test_a_cache_without_decode_kernels_is_refused_where_steps_must_be_captured(make_runner):
+    runner = make_runner(has_graphs=False)
+    runner.device = torch.device("cuda")
+    with pytest.raises(ConfigError, match="kv_cache_dtype packed has no decode kernels"):
+        runner.capture()
+
+
+def test_experts_that_are_not_packed_are_refused_where_steps_must_be_captured(make_runner):
+    runner = make_runner(has_graphs=True)
+    runner._model.layers[1].experts.w2 = torch.zeros(1)
+    runner.device = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"experts of 1 layers \(layer 1 first\) are not packed"):
+        runner.capture()
