@@ -4,8 +4,9 @@
 
 Lane instructions: what a warp issues counts 32 times, whether its lanes have work or not. Of a kernel with a loop that
 multiplies, those of that loop, else all of the program; each stands for the weights or keys of one pass. Branches
-count as if taken. Matrices are those of one of four ranks of DeepSeek-V4-Flash; two that one launch takes count apart.
-A step of some tokens takes the smallest number in TOKENS that is not below.
+count as if taken. Matrices are those of one of four ranks of DeepSeek-V4-Flash; two that one launch takes count apart,
+and of a hyper-connection that is one launch, what spreads. A step of some tokens takes the smallest number in TOKENS
+that is not below.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import triton
 
-from kernels import gemm_decode, hyper_connection_decode, indexer_decode, moe_decode, sparse_attention_decode
+from kernels import gemm_decode, hyper_connection_variants, indexer_decode, moe_decode, sparse_attention_decode
 from kernels.bench import current_commit
 from kernels.check import cache_folder, check
 from kernels.gemm_cut import Matrix, fit, is_few, table_tile
@@ -75,7 +76,7 @@ def counts(arch: str) -> list[Count]:
     """Return what is to be compiled for `arch`. Raises LookupError for a kernel that the gate does not compile."""
     found = []
     linears, attention = gemm_decode.variants(arch), sparse_attention_decode.variants(arch)
-    spreads, experts = hyper_connection_decode.variants(arch), moe_decode.variants(arch)
+    spreads, experts = hyper_connection_variants.variants(arch), moe_decode.variants(arch)
     indexer = indexer_decode.variants(arch)
     for tokens in TOKENS:
         found += [_linear(read, matrix, arch, tokens, linears) for read, matrix in _MATRICES.items()]
