@@ -46,7 +46,7 @@ class Chip:
 
 
 H200 = Chip("H200", "sm_90", 4.3e12, 132, 1.98e9)
-RTX_PRO_6000 = Chip("RTX PRO 6000 server", "sm_120", 1.597e12, 188, 2.4e9)
+RTX_PRO_6000 = Chip("RTX PRO 6000", "sm_120", 1.597e12, 188, 2.4e9)  # Server Edition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
