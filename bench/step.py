@@ -19,6 +19,7 @@ from bench.report import number, step_law_lines, write_json
 from bench.step_flags import add_flags, count, counts
 from bench.step_law import Experts, Point, StepLaw
 from bench.step_plot import draw, require_matplotlib
+from bench.step_projection import project, show_projection
 from engine.flags import parse_flags
 from engine.steady_batch import StepFailed
 
@@ -35,6 +36,7 @@ examples
   isthmus bench step --model ./DeepSeek-V4-Flash --load-format synthetic --simulate-rank 0/4 --device cuda \\
       --context 8192,131072 --json step.json --png step.png
   isthmus bench step --from step.json --png step.png          draw what was measured before, elsewhere
+  isthmus bench step --from step.json --project               what such steps would take on four RTX PRO 6000
 
 what is measured
   One rank in this process: plans go to its runner as a leader's would, each before the tokens of the one before have
@@ -70,6 +72,11 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
     show(report)
     if args.json:
         write_json(report, args.json)
+    if args.project:
+        report["projection"] = project(report)
+        show_projection(report["projection"], wide_console(Console(highlight=False, soft_wrap=True)))
+        if args.json:
+            write_json(report, args.json)
     if args.png:
         draw(report, args.png)
     return 0
@@ -198,6 +205,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="all figures: runs[], step_law, conditions")
     add("--png", type=Path, metavar="FILE", help="a plot of steps over batch with floors and fits (needs matplotlib)")
     add("--from", type=Path, dest="stored", metavar="FILE", help="show and draw a report of --json, measure nothing")
+    add("--project", action="store_true", help="project steps of rank 0/4 on an H200 to four RTX PRO 6000")
     add("--quiet", action="store_true", help="no progress on stderr")
     add_flags(parser)
     return parser

@@ -11,6 +11,7 @@ the cache has one head, indexer and compressors are whole everywhere.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol
 
 from engine.config import EngineConfig
@@ -50,12 +51,17 @@ class Formats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a step. calls: how often a step comes by it.   num_bytes, flops: of all calls together."""
+    """One part of a step. calls: how often a step comes by it.   num_bytes, flops: of all calls together.
+
+    reads: weights of each matrix and keys that its kernels go through, by the names of kernels.instructions. Channels
+    of streams count once for up to 16 tokens.
+    """
 
     name: str
     calls: int
     num_bytes: float
     flops: float
+    reads: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def floor_us(self, device: Ceilings) -> float:
         """Return the microseconds of a step below which the part can't be: the longer of reading and computing."""
@@ -101,27 +107,32 @@ class StepFloor:
     def _hyper_connections(self, batch: float) -> Part:
         m, calls = self.model, 2 * len(self._ratios)
         size = calls * m.hc_mult * m.hidden_size * (2 + m.hc_mult) * m.hc_mult
-        return Part("hyper-connections", calls, size * self.formats.mixer, 2 * batch * size)
+        channels = calls * m.hidden_size * math.ceil(batch / 16)
+        return Part(
+            "hyper-connections", calls, size * self.formats.mixer, 2 * batch * size, {"stream channels": channels}
+        )
 
     def _projections(self, batch: float) -> Part:
         """Return all products before attention: queries, kv rows, compressors, index queries and their weights."""
         m, layers, csa, hca = self.model, len(self._ratios), self._layers(CSA_RATIO), self._layers(HCA_RATIO)
-        plain = layers * (m.q_lora_rank * m.num_attention_heads * m.head_dim / self.shards)
-        plain += layers * m.hidden_size * (m.q_lora_rank + m.head_dim)
-        plain += csa * m.q_lora_rank * m.index_n_heads * m.index_head_dim
+        queries = layers * (m.q_lora_rank * m.num_attention_heads * m.head_dim / self.shards)
+        queries += csa * m.q_lora_rank * m.index_n_heads * m.index_head_dim
+        down = layers * m.hidden_size * (m.q_lora_rank + m.head_dim)
         wide = (csa * 4 + hca * 2) * m.hidden_size * m.head_dim
         wide += csa * m.hidden_size * (4 * m.index_head_dim + m.index_n_heads)
         return Part(
             "projections",
             layers,
-            plain * self.formats.linear + wide * self.formats.compressor,
-            2 * batch * (plain + wide),
+            (queries + down) * self.formats.linear + wide * self.formats.compressor,
+            2 * batch * (queries + down + wide),
+            {"q_b, index q": queries, "q_a, kv": down, "compressors": wide},
         )
 
     def _indexer(self, batch: float, context: float) -> Part:
         m, calls = self.model, self._layers(CSA_RATIO)
         keys = calls * batch * (context // CSA_RATIO)
-        return Part("indexer", calls, keys * self.formats.index_row, keys * m.index_n_heads * m.index_head_dim * 2)
+        flops = keys * m.index_n_heads * m.index_head_dim * 2
+        return Part("indexer", calls, keys * self.formats.index_row, flops, {"index keys": keys})
 
     def _attention(self, batch: float, context: float) -> Part:
         m, layers = self.model, len(self._ratios)
@@ -129,12 +140,15 @@ class StepFloor:
         rows += self._layers(CSA_RATIO) * min(context // CSA_RATIO, m.index_topk)
         rows += self._layers(HCA_RATIO) * (context // HCA_RATIO)
         heads = m.num_attention_heads / self.shards
-        return Part("attention", layers, batch * rows * self.formats.kv_row, batch * rows * heads * 4 * m.head_dim)
+        keys = batch * rows
+        return Part("attention", layers, keys * self.formats.kv_row, keys * heads * 4 * m.head_dim, {"keys": keys})
 
     def _output(self, batch: float) -> Part:
         m, layers = self.model, len(self._ratios)
-        size = layers * m.o_lora_rank * (m.num_attention_heads * m.head_dim + m.o_groups * m.hidden_size) / self.shards
-        return Part("output", layers, size * self.formats.linear, 2 * batch * size)
+        first = layers * m.o_lora_rank * m.num_attention_heads * m.head_dim / self.shards
+        last = layers * m.o_lora_rank * m.o_groups * m.hidden_size / self.shards
+        size = first + last
+        return Part("output", layers, size * self.formats.linear, 2 * batch * size, {"o_a": first, "o_b": last})
 
     def _gate(self, batch: float) -> Part:
         m, layers = self.model, len(self._ratios)
@@ -147,16 +161,19 @@ class StepFloor:
 
     def _shared_expert(self, batch: float) -> Part:
         size = self._expert()
-        return Part("shared expert", len(self._ratios), size * self.formats.linear, 2 * batch * size)
+        reads = {"shared expert, up": size * 2 / 3, "shared expert, down": size / 3}
+        return Part("shared expert", len(self._ratios), size * self.formats.linear, 2 * batch * size, reads)
 
     def _routed_experts(self, batch: float) -> Part:
         size, chosen = self._expert(), self.model.num_experts_per_tok
-        num_bytes = self.distinct_experts(batch) * size * self.formats.expert
-        return Part("routed experts", len(self._ratios), num_bytes, 2 * batch * chosen * size)
+        weights = self.distinct_experts(batch) * size
+        reads = {"experts, up": weights * 2 / 3, "experts, down": weights / 3}
+        flops = 2 * batch * chosen * size
+        return Part("routed experts", len(self._ratios), weights * self.formats.expert, flops, reads)
 
     def _head(self, batch: float) -> Part:
         size = self.model.vocab_size * self.model.hidden_size / self.shards
-        return Part("head", 1, size * self.formats.head, 2 * batch * size)
+        return Part("head", 1, size * self.formats.head, 2 * batch * size, {"head": size})
 
 
 def formats_of(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout, *, keeps_packed: bool) -> Formats:

@@ -26,6 +26,7 @@
 
     tiles, triton_env   how kernels are cut for each architecture; where Triton runs
     check, offline      the gate: every tile compiled for its targets without a GPU
+    instructions        what a step's kernels issue for each weight and key, counted by the gate's compilations
     bench, gpu_timer    times on a GPU by graph replay;  sanitize: small inputs under compute-sanitizer
     table               tables for terminals
 

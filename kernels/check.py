@@ -55,7 +55,8 @@ weight, of the innermost loop.  res: blocks that a multiprocessor holds at once.
 def shipped(arch: str) -> list[Variant]:
     """Return the variants for `arch` of all modules of this package."""
     names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__))
-    modules = [importlib.import_module(f"kernels.{name}") for name in names if name not in ("check", "bench")]
+    tools = ("check", "bench", "instructions")
+    modules = [importlib.import_module(f"kernels.{name}") for name in names if name not in tools]
     return [variant for module in modules if hasattr(module, "variants") for variant in module.variants(arch)]
 
 

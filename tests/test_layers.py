@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench.step": ("bench", "engine"),
     "bench.step_flags": ("engine.flags",),
     "bench.step_plot": ("bench", "engine.flags"),
+    "bench.step_projection": ("bench", "engine"),
     "bench.profile": ("bench", "engine"),
     "deploy": PACKAGES,
 }
