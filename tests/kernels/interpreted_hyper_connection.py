@@ -11,8 +11,6 @@ import torch
 import triton.language as tl
 
 import kernels.hyper_connection_decode as decode
-import kernels.hyper_connection_joined as joined
-from kernels.hyper_await_triton import NONE
 
 
 def _cases():
@@ -135,12 +133,6 @@ def test_rows_of_experts_added_up_by_a_launch_of_their_own_lead_to_the_same_bits
 )
 def test_one_launch_does_what_two_do(tokens, top_k, tile, hidden):
     assert cases.joined_fault(make_case(tokens, top_k=top_k, padding=1, hidden=hidden, iters=1), tile) == ""
-
-
-def test_one_launch_leaves_its_scratch_as_it_was():
-    case = make_case(1, hidden=256, iters=1)
-    decode.spread_and_mix(case.y, case.begin(), case.second, tiles=(cases.make_joined(1, 1, 2),))
-    assert all(bool((words == NONE).all()) for words in joined._scratch(case.streams.device, 256))
 
 
 @pytest.mark.parametrize(("change", "said"), [({"n": 3}, r"\(1, 3, 256\)"), ({"hidden": 192}, r"\(1, 4, 192\)")])
