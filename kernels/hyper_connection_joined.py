@@ -6,7 +6,6 @@ place of x have another value: a token's bits depend on whether a step has more 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from kernels.hyper_await_triton import NONE
 from kernels.hyper_joined_triton import joined_kernel
 from kernels.hyper_spread_triton import TOKENS
+from kernels.scratch import filled
 from kernels.tiles import Tile, Variant, tiles_of
 from kernels.triton_env import HAS_PDL
 
@@ -41,7 +41,8 @@ def launch_joined(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, streams and carry as spread_and_mix does. given: y, or rows of experts, and what says whose they are.
 
-    Calls on one device must not overlap: they share scratch. Raises ValueError for what does not fit the tile.
+    Calls on one stream share scratch, and so do replays of graphs captured on it: they must not overlap. Raises
+    ValueError for what does not fit the tile.
     """
     streams, carry = before.streams, before.carry
     if not fits(streams, mixer, tile):
@@ -68,13 +69,10 @@ def launch_joined(
     return x, out, after
 
 
-@functools.cache
 def _scratch(device: torch.device, hidden: int) -> tuple[Tensor, Tensor]:
     """Return int32 words that are NONE between calls: for sums, and for a copy of the streams."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("first call of a joined hyper-connection inside a graph capture: call it once before")
     sizes = (MAX_TOKENS, 8, hidden // 16, 4), (MAX_TOKENS, 4, hidden // 2)
-    part, copy = (torch.full(size, NONE, dtype=torch.int32, device=device) for size in sizes)
+    part, copy = (filled("a joined hyper-connection", device, *size, value=NONE) for size in sizes)
     return part, copy
 
 
