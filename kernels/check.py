@@ -54,9 +54,18 @@ weight, of the innermost loop.  res: blocks that a multiprocessor holds at once.
 
 def shipped(arch: str) -> list[Variant]:
     """Return the variants for `arch` of all modules of this package."""
+    return _collect("variants", arch)
+
+
+def rare(arch: str) -> list[Variant]:
+    """Return those that a run of the gate leaves out: `rare_variants` of modules, compiled by a long test."""
+    return _collect("rare_variants", arch)
+
+
+def _collect(name: str, arch: str) -> list[Variant]:
     names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__))
     modules = [importlib.import_module(f"kernels.{name}") for name in names if name not in ("check", "bench")]
-    return [variant for module in modules if hasattr(module, "variants") for variant in module.variants(arch)]
+    return [variant for module in modules if hasattr(module, name) for variant in getattr(module, name)(arch)]
 
 
 def check(
