@@ -16,7 +16,8 @@ from triton.runtime import interpreter
 import kernels.gemm_decode as gemm_decode
 import kernels.moe_decode as moe_decode
 import kernels.moe_gate as moe_gate
-from kernels.launch_order import IN_CHAIN, Pair
+from kernels import launch_order
+from kernels.launch_order import ASIDE, IN_CHAIN, LEAD, Pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
 
@@ -44,7 +45,7 @@ def held(order):
 
 
 def gate(order):
-    case = gate_cases.make_case(2, hidden=64)
+    case = gate_cases.make_case(2, experts=17, hidden=64)
     return moe_gate.route_by_gate(case.x, case.gate, **case.routing, tile=gate_cases.make_tile(), order=order).weights
 
 
@@ -125,7 +126,7 @@ def test_in_the_chain_every_program_waits_before_it_stores(kernel, programs, mon
         assert sorted(did[:2]) == ["begin", "wait"] and did.count("wait") == 1
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kernel", [few, many], ids=lambda f: f.__name__)
 def test_the_order_changes_no_bits(kernel):
     wanted = kernel(IN_CHAIN)
     for order in (Pair().lead, led()):
@@ -153,3 +154,38 @@ def test_a_lead_keeps_the_memory_of_its_launch_while_its_pair_lives(kernel, leas
     kernel(pair.lead)
     assert len(set(made)) == least
     assert set(made) <= {x.untyped_storage().data_ptr() for x in [*pair.read, *pair.written]}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Return the orders of launches of pairs, as they come."""
+    found = []
+    for kind in (launch_order._Lead, launch_order._Aside):
+
+        def take(self, plain=kind.take, **given):
+            found.append(plain(self, **given))
+            return found[-1]
+
+        monkeypatch.setattr(kind, "take", take)
+    return found
+
+
+def test_of_many_tokens_the_gate_is_aside_of_the_layer_beside_it(taken):
+    case = gate_cases.make_case(17, experts=8, hidden=64)
+    layer = gemm_cases.make_case(17, 32, 64, limit=5.0)
+    routing, opened = moe_gate.route_beside(case.x, case.gate, layer.weight, layer.scale, limit=5.0, **case.routing)
+    assert taken == [LEAD, ASIDE]
+    assert torch.equal(routing.ids, moe_gate.route_by_gate(case.x, case.gate, **case.routing).ids)
+    layer.x = case.x
+    assert torch.equal(opened, layer.run())
+
+
+def test_what_is_added_to_experts_is_made_aside_of_their_first_product(taken, monkeypatch):
+    case, made = moe_cases.make_case(1, top_k=1), gemm_cases.make_case(1, 64, 64)
+    routing, tile, last_product = case.expect_routing(), moe_cases.make_tile(), moe_decode.last_product
+    before_last = []
+    monkeypatch.setattr(moe_decode, "last_product", lambda *a, **k: before_last.extend(taken) or last_product(*a, **k))
+    given = {"limit": case.limit, "tiles": (tile, tile)}
+    parts = moe_decode.expert_parts(routing, case.w13, case.w2, add=lambda order: made.run(order=order), **given)
+    assert before_last == taken == [LEAD, ASIDE]
+    assert torch.equal(parts.add, made.run())
