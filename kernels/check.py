@@ -54,10 +54,19 @@ weight, of the innermost loop.  res: blocks that a multiprocessor holds at once.
 
 def shipped(arch: str) -> list[Variant]:
     """Return the variants for `arch` of all modules of this package."""
+    return _collect("variants", arch)
+
+
+def rare(arch: str) -> list[Variant]:
+    """Return those that a run of the gate leaves out: `rare_variants` of modules, compiled by a long test."""
+    return _collect("rare_variants", arch)
+
+
+def _collect(name: str, arch: str) -> list[Variant]:
     names = sorted(module.name for module in pkgutil.iter_modules(kernels.__path__))
     tools = ("check", "bench", "instructions")
-    modules = [importlib.import_module(f"kernels.{name}") for name in names if name not in tools]
-    return [variant for module in modules if hasattr(module, "variants") for variant in module.variants(arch)]
+    modules = [importlib.import_module(f"kernels.{module}") for module in names if module not in tools]
+    return [variant for module in modules if hasattr(module, name) for variant in getattr(module, name)(arch)]
 
 
 def check(

@@ -37,6 +37,7 @@ from kernels.gemm_cut import (
 from kernels.gemm_few_triton import few_kernel
 from kernels.gemm_held_triton import held_kernel
 from kernels.gemm_triton import many_kernel, norm_kernel, quantize_kernel
+from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, LEAD, Order
 from kernels.moe import gated
 from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
@@ -61,6 +62,7 @@ def linear_decode(
     quantize: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    order: Order = IN_CHAIN,
 ) -> Tensor:
     """Return [T, N] of `out_dtype`, bfloat16 or float32: x W^T, of the normed x if there is a norm.
 
@@ -68,9 +70,9 @@ def linear_decode(
     [ceil((offset[0] + N) / 128), ceil((offset[1] + K) / 128)] of an e4m3 weight.   offset: row and column, below 128,
     at which the weight begins within its first tile.   norm: [K], weight of an RMS norm of x over K, with `eps`.
     limit: the first half of the rows, a multiple of 8, are gates of the others, and moe.gated of both is [T, N / 2].
-    quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   Calls of one stream
-    share counters (scratch.py). Nothing but x may be written by the kernel before. Raises ValueError for what does not
-    fit.
+    quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   order: among launches
+    (launch_order.py); of several, a lead's last one leads, and none is aside.   Calls of one stream share counters
+    (scratch.py). Nothing but x may be written by the kernel before. Raises ValueError for what does not fit.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: wanted [T, K] and [N, K]")
@@ -87,7 +89,10 @@ def linear_decode(
         return (sums if limit is None else gated(*sums.chunk(2, -1), limit=limit)).to(out_dtype)
     rows = weight.shape[0] if limit is None else weight.shape[0] // 2
     out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
-    _launch(out, x, weight, scale, norm, groups=1, offset=offset, eps=eps, limit=limit, quantize=quantize, tile=tile)
+    _launch(
+        out, x, weight, scale, norm, groups=1, offset=offset, eps=eps, limit=limit, quantize=quantize, tile=tile,
+        order=order,
+    )  # fmt: skip
     return out
 
 
@@ -220,6 +225,7 @@ def _check_quantize(quantize: bool, weight: Tensor, offset: tuple[int, int], *, 
 def _launch(
     out: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None,
     *, groups: int, offset: tuple[int, int], eps: float, quantize: bool, tile: Tile | None, limit: float | None = None,
+    order: Order = IN_CHAIN,
 ) -> None:  # fmt: skip
     tokens = x.shape[0]
     if not tokens:
@@ -232,7 +238,8 @@ def _launch(
         arch_of(x.device), tokens, rows=groups * rows, channels=channels, unit=unit, quantize=quantize,
         is_whole=channels * unit % 16 == 0 and offset[1] % 16 == 0,
     )  # fmt: skip
-    few, held, pdl = is_few(tile), is_held(tile), HAS_PDL(x.device)
+    few, held = is_few(tile), is_held(tile)
+    pdl, launch = _pdl(x.device)
     if few if quantize else held:
         raise ValueError(f"quantize {quantize} with a tile of {dict(tile.constants)}, of another kernel")
     matrix = Matrix(
@@ -251,16 +258,26 @@ def _launch(
     splits = cut.pop("SPLIT")
     high, wide = span(cut)
     grid = (-(-rows // high), groups * splits, -(-tokens // wide))
-    part = counters = x_scale = None
+    x_scale = None
+    if not few and (quantize or norm is not None):
+        order = order.behind()
+        if quantize:
+            x, x_scale = quantize_rows(x.reshape(tokens, -1), norm, eps=eps)
+        elif norm is not None:
+            x = _normed(x, norm, eps)
+    part = None
+    slots = grid[0] * groups * grid[2]
     if splits > 1:
-        slots = grid[0] * groups * grid[2]
         part = torch.empty(slots * splits * high * wide, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device, slots)
-    fixed: dict[str, Any] = {"LIMIT": limit, "PDL": pdl, "num_stages": tile.num_stages, **cut}
-    fixed |= {"launch_pdl": True} if pdl else {}
+    taken = order.take(reads=(x, x_scale), writes=(out, part))
+    counters = _counters(x.device, slots, taken) if splits > 1 else None
+    fixed: dict[str, Any] = {"LIMIT": limit, "ORDER": taken, "PDL": pdl, "num_stages": tile.num_stages, **cut}
+    fixed |= launch
     fixed |= {} if held else {"SHIFT": offset[1], "KIND": kind}
     if few:
-        registers = _register_limit(tile, cut, is_wide=x.dtype == torch.float32, is_gated=limit is not None)
+        registers = _register_limit(
+            tile, cut, is_wide=x.dtype == torch.float32, is_gated=limit is not None, order=taken
+        )
         most = {} if registers is None else {"maxnreg": registers}
         few_kernel[grid](
             out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
@@ -268,10 +285,6 @@ def _launch(
             num_warps=cut["KS"] * cut["RS"], **fixed, **most,
         )  # fmt: skip
         return
-    if quantize:
-        x, x_scale = quantize_rows(x.reshape(tokens, -1), norm, eps=eps)
-    elif norm is not None:
-        x = _normed(x, norm, eps)
     kernel: Any = held_kernel if held else many_kernel
     fixed |= {} if held else {"STAGES": tile.num_stages if quantize else None}
     kernel[grid](
@@ -290,15 +303,17 @@ def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool, is_gated: bool) -> int | None:
+def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool, is_gated: bool, order: int) -> int | None:
     """Return the limit a thread, None for none.
 
     Programs that share channels are about as many as multiprocessors: nothing is spilled to make room for more. Gated
-    ones can't be lean, so they would spill.
+    ones can't be lean, so they would spill. Aside, without a limit, ptxas spills eight warps to make room for a third
+    program.
     """
     if is_wide or (is_gated and cut["SHARES"] == 1):
         return None
-    return tile.constants["REGISTERS"] or (128 if cut["SHARES"] > 1 else None)
+    is_large = cut["SHARES"] > 1 or (order == ASIDE and cut["KS"] * cut["RS"] == 8)
+    return tile.constants["REGISTERS"] or (128 if is_large else None)
 
 
 def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
@@ -306,17 +321,21 @@ def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
     return pdl, {"launch_pdl": True} if pdl else {}
 
 
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Return counters that are zero between calls: the last program to count puts its own back."""
+def _counters(device: torch.device, count: int, order: int = CHAIN) -> Tensor:
+    """Return counters that are zero between calls: the last program to count puts its own back.
+
+    A launch aside runs while the one before still counts, so it has others.
+    """
     if count > _COUNTERS:
         raise ValueError(f"{count} blocks of rows and tokens share channels: at most {_COUNTERS}")
-    return zeros("linear_decode", device, _COUNTERS)
+    return zeros("linear_decode aside" if order == ASIDE else "linear_decode", device, _COUNTERS)
 
 
 # What the offline gate compiles: a shape for each compilation of DeepSeek-V4-Flash's matrices on 1, 2 and 4 ranks.
 # tokens, rows, channels, dtype of weights, of x, of the output, normed, quantised
 _FP8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
-_SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
+_Shape = tuple[int, int, int, torch.dtype, str, str, bool, bool]
+_SHAPES: tuple[_Shape, ...] = (
     (1, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
     (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
@@ -369,6 +388,8 @@ _SHAPES: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
 # tokens and rows of e4m3 gates and values of 4096 channels, as of the shared expert
 _GATED = ((1, 1024), (1, 2048), (1, 4096), (16, 1024), (32, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024))
 _LIMIT = 10.0
+# The shared expert's last product, aside of the routed experts' first one.
+_DOWN: _Shape = (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False)
 _UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
 
 
@@ -377,7 +398,7 @@ def variants(arch: str) -> list[Variant]:
     found: dict[str, Variant] = {}
     plain = [_variant(arch, *shape) for shape in _SHAPES]
     gates = [_variant(arch, *shape, 4096, _FP8, "*bf16", "*bf16", False, False, _LIMIT) for shape in _GATED]
-    for variant in plain + gates:
+    for variant in [*plain, *gates, _variant(arch, *_DOWN, order=ASIDE)]:
         found.setdefault(repr((variant.kernel, variant.signature, variant.constants, variant.maxnreg)), variant)
     quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
     for channels, is_normed in [(1024, True), *quantised]:
@@ -397,9 +418,20 @@ def variants(arch: str) -> list[Variant]:
     return list(found.values())
 
 
+def rare_variants(arch: str) -> list[Variant]:
+    """Return what differs from shipped ones only in where it waits: of batches, gates and values that lead, too."""
+    many, gates = (64, *_DOWN[1:]), (64, 1024, 4096, *_DOWN[3:])
+    return [
+        _variant(arch, *_DOWN, order=LEAD),
+        _variant(arch, *many, order=LEAD),
+        _variant(arch, *many, order=ASIDE),
+        _variant(arch, *gates, _LIMIT, order=LEAD),
+    ]
+
+
 def _variant(
     arch: str, tokens: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str,
-    normed: bool, quantize: bool, limit: float | None = None,
+    normed: bool, quantize: bool, limit: float | None = None, *, order: int = CHAIN,
 ) -> Variant:  # fmt: skip
     unit = torch.empty((), dtype=dtype).element_size()
     tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
@@ -418,7 +450,7 @@ def _variant(
     absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
     absent += [] if is_split else ["part_ptr", "counter_ptr"]
     absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
-    fixed: dict[str, Any] = {"LIMIT": limit, "PDL": True, **cut, **dict.fromkeys(absent)}
+    fixed: dict[str, Any] = {"LIMIT": limit, "ORDER": order, "PDL": True, **cut, **dict.fromkeys(absent)}
     fixed |= {} if held else {"SHIFT": 0, "KIND": KINDS[dtype]}
     fixed |= {} if few or held else {"STAGES": tile.num_stages if quantize else None}
     return Variant(
@@ -430,5 +462,7 @@ def _variant(
         tile.num_stages,
         tensor_ops=("QMMA",) if quantize else ("HMMA",),
         unaligned=[name for name in _UNALIGNED if name in kernel.arg_names],
-        maxnreg=_register_limit(tile, cut, is_wide=x == "*fp32", is_gated=limit is not None) if few else None,
+        maxnreg=_register_limit(tile, cut, is_wide=x == "*fp32", is_gated=limit is not None, order=order)
+        if few
+        else None,
     )

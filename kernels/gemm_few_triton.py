@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernels.gemm_finish_triton import finish, group_and_share, weight_row
 from kernels.gemm_fragment_triton import BF16, FP8, lane_gamma, lane_tokens, lane_weights, multiply, weigh
+from kernels.launch_order_triton import await_inputs, begin, end
 
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "row_shift", "splits"])
@@ -22,7 +23,7 @@ def few_kernel(
     rows, pieces, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr,
     DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, LEAN: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, group rows + row] = sum over the channels, pieces of 16 bytes.
 
@@ -31,14 +32,14 @@ def few_kernel(
     has DEPTH chunks and no more.   EVEN: every tile has its rows, every warp of every split as many chunks.
     LEAN: even, R 1, and every tile has one row of scales, which is then read once.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(ORDER, PDL)
     group, split = group_and_share(splits, SHARES)
     few_share(
         out_ptr, x_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, out_stride, eps,
         rows, pieces, row_shift, group, tl.program_id(0), tl.num_programs(0), split, splits,
-        SHIFT, KIND, R, KS, RS, NB, DEPTH, SHARES, ONCE, EVEN, LEAN, LIMIT, PDL,
+        SHIFT, KIND, R, KS, RS, NB, DEPTH, SHARES, ONCE, EVEN, LEAN, LIMIT, ORDER, PDL,
     )  # fmt: skip
+    end(ORDER, PDL)
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def few_share(
     rows, pieces, row_shift, group, block, blocks, split, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr, NB: tl.constexpr,
     DEPTH: tl.constexpr, SHARES: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, LEAN: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What a program of few_kernel does: a block of rows, of `blocks`, and a share of the channels."""
     W: tl.constexpr = KS * RS
@@ -82,8 +83,7 @@ def few_share(
         weights += (lane_weights(w_ptr, row, chunk, d * KS, True, rows, channels, SHIFT, KIND, EVEN),)
         if KIND == FP8:
             scales += (_scale(scale_ptr, line, chunk + d * KS, True, chunks, EVEN),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    await_inputs(ORDER, PDL)
     token = tl.program_id(2) * (8 * NB) + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
     total = tl.zeros((W, 16 * R, 8 * NB), tl.float32)
     squares = tl.zeros((4, 8, W, NB), tl.float32)

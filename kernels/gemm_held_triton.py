@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.gemm_finish_triton import finish, group_and_share, weight_row
+from kernels.launch_order_triton import await_inputs, begin, end
 
 
 @triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
@@ -20,14 +21,13 @@ def held_kernel(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, splits,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr, SHARES: tl.constexpr,
-    EVEN: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, LIMIT: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, group rows + row] = sum over the channels. Grid (tiles of rows, groups x splits, token tiles).
 
     STEPS: blocks of 128 channels of a program.   EVEN: every program has as many whole ones.   The rest: many_kernel.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(ORDER, PDL)
     group, split = group_and_share(splits, SHARES)
     columns = (channels + 127) // 128
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -45,8 +45,7 @@ def held_kernel(
             weights += (tl.load(w_row + at, mask=at < channels, other=0.0),)
     for k in tl.static_range(STEPS):
         scales += (tl.load(scale_line + tl.minimum(first + k, columns - 1)),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    await_inputs(ORDER, PDL)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     x_row = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * x_stride + group * channels
     x_line = x_scale_ptr + token + group * columns * scale_stride
@@ -66,3 +65,4 @@ def held_kernel(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows,
         tl.program_id(0), tl.num_programs(0), split, splits, BLOCK_R, BLOCK_T, SHARES, LIMIT,
     )  # fmt: skip
+    end(ORDER, PDL)

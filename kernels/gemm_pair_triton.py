@@ -9,6 +9,7 @@ import triton.language as tl
 
 from kernels.gemm_few_triton import few_share
 from kernels.gemm_triton import many_share
+from kernels.launch_order_triton import CHAIN
 
 # Never turned into constants or hints.
 INTEGERS = ("tokens", "splits_a", "splits_b", "blocks_a", "blocks_b")
@@ -33,14 +34,14 @@ def few_pair_kernel(
         few_share(
             out_a, x_ptr, w_a, scale_a, None, part_a, counter_a, tokens, x_stride, stride_a, 0.0, rows_a, pieces_a, 0,
             tl.program_id(1), program % blocks_a, blocks_a, program // blocks_a, splits_a,
-            0, KIND_A, R_A, KS_A, RS_A, NB, DEPTH_A, SHARES_A, ONCE_A, EVEN_A, LEAN_A, None, PDL,
+            0, KIND_A, R_A, KS_A, RS_A, NB, DEPTH_A, SHARES_A, ONCE_A, EVEN_A, LEAN_A, None, CHAIN, PDL,
         )  # fmt: skip
     else:
         program -= blocks_a * splits_a
         few_share(
             out_b, x_ptr, w_b, scale_b, None, part_b, counter_b, tokens, x_stride, stride_b, 0.0, rows_b, pieces_b, 0,
             tl.program_id(1), program % blocks_b, blocks_b, program // blocks_b, splits_b,
-            0, KIND_B, R_B, KS_B, RS_B, NB, DEPTH_B, SHARES_B, ONCE_B, EVEN_B, LEAN_B, None, PDL,
+            0, KIND_B, R_B, KS_B, RS_B, NB, DEPTH_B, SHARES_B, ONCE_B, EVEN_B, LEAN_B, None, CHAIN, PDL,
         )  # fmt: skip
 
 
@@ -63,12 +64,12 @@ def many_pair_kernel(
         many_share(
             out_a, x_ptr, None, w_a, scale_a, part_a, counter_a, tokens, x_stride, 0, stride_a, rows_a, channels, 0,
             tl.program_id(1), program % blocks_a, blocks_a, program // blocks_a, splits_a,
-            0, KIND_A, BLOCK_R_A, BLOCK_T, BLOCK_K_A, SHARES_A, EVEN_A, None, None, PDL,
+            0, KIND_A, BLOCK_R_A, BLOCK_T, BLOCK_K_A, SHARES_A, EVEN_A, None, None, CHAIN, PDL,
         )  # fmt: skip
     else:
         program -= blocks_a * splits_a
         many_share(
             out_b, x_ptr, None, w_b, scale_b, part_b, counter_b, tokens, x_stride, 0, stride_b, rows_b, channels, 0,
             tl.program_id(1), program % blocks_b, blocks_b, program // blocks_b, splits_b,
-            0, KIND_B, BLOCK_R_B, BLOCK_T, BLOCK_K_B, SHARES_B, EVEN_B, None, None, PDL,
+            0, KIND_B, BLOCK_R_B, BLOCK_T, BLOCK_K_B, SHARES_B, EVEN_B, None, None, CHAIN, PDL,
         )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kernels.gemm_finish_triton import finish, group_and_share, weight_row
 from kernels.gemm_fragment_triton import FP8, product, widen
+from kernels.launch_order_triton import await_inputs, begin, end
 
 
 @triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
@@ -27,7 +28,8 @@ def many_kernel(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, ORDER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
@@ -35,14 +37,14 @@ def many_kernel(
     are in whole tiles; None: x is no e4m3.   EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales
     are copied too, which a loop does only if it is told its stages.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(ORDER, PDL)
     group, split = group_and_share(splits, SHARES)
     many_share(
         out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride,
         out_stride, rows, channels, row_shift, group, tl.program_id(0), tl.num_programs(0), split, splits,
-        SHIFT, KIND, BLOCK_R, BLOCK_T, BLOCK_K, SHARES, EVEN, STAGES, LIMIT, PDL,
+        SHIFT, KIND, BLOCK_R, BLOCK_T, BLOCK_K, SHARES, EVEN, STAGES, LIMIT, ORDER, PDL,
     )  # fmt: skip
+    end(ORDER, PDL)
 
 
 @triton.jit
@@ -50,7 +52,8 @@ def many_share(
     out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
     rows, channels, row_shift, group, block, blocks, split, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, ORDER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What a program of many_kernel does: a block of rows, of `blocks`, and a share of the channels."""
     steps = (channels + SHIFT + BLOCK_K - 1) // BLOCK_K
@@ -62,8 +65,7 @@ def many_share(
         share = (steps + splits - 1) // splits
         first, last = split * share, tl.minimum(split * share + share, steps)
     w_row = w_ptr + (group * rows + inside).to(tl.int64) * channels
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    await_inputs(ORDER, PDL)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = tl.minimum(token, tokens - 1)
     x_row = x_ptr + known.to(tl.int64) * x_stride + group * channels

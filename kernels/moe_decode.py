@@ -18,6 +18,7 @@ Weights are exact (moe_weights_triton.py), sums float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from kernels.expert_parts import ExpertParts, add_up, add_up_reference
 from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
+from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order, Pair
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing
 from kernels.moe_triton import down_kernel, up_kernel
 from kernels.scratch import zeros
@@ -83,15 +85,17 @@ def expert_parts(
     w2: ExpertWeights,
     *,
     limit: float,
-    add: Tensor | None = None,
+    add: Tensor | Callable[[Order], Tensor] | None = None,
     tiles: tuple[Tile, Tile] | None = None,
+    order: Order = IN_CHAIN,
 ) -> ExpertParts:
     """Return each token's weighted experts, not yet added up, beside what is added to them.
 
     routing: of route_tokens, T tokens.   w13: 2 I rows of H channels, w2: H rows of I channels, of the same experts;
-    formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert.   tiles: of the first and
-    the last product, instead of the table's. Calls of one stream share counters (scratch.py). Raises
-    ValueError for what does not fit together.
+    formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert, or what makes it by one
+    operation in the order it is given (launch_order.py): aside of the first product.   tiles: of the first and the last
+    product, instead of the table's.   order: of the first product; aside, what routing says is older than the launch
+    that leads. Calls of one stream share counters (scratch.py). Raises ValueError for what does not fit together.
     """
     hidden, inner = w13.channels, w2.channels
     if w13.rows != 2 * inner or w2.rows != hidden or w13.experts != w2.experts or (w13.parts, w2.parts) != (2, 1):
@@ -104,14 +108,17 @@ def expert_parts(
     if routing.token.shape[0] != w13.experts:
         raise ValueError(f"routing among {routing.token.shape[0]} experts, weights of {w13.experts}")
     if not uses_triton(routing.x):
-        return expert_parts_reference(routing, w13, w2, limit=limit, add=add)
-    if routing.rows:
-        tokens, arch = routing.ids.shape[0], arch_of(routing.x.device)
-        first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
-        between = first_products(routing, w13, limit=limit, tile=first)
-        parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
-    else:
-        parts = torch.empty((0, hidden), device=routing.x.device)
+        return expert_parts_reference(routing, w13, w2, limit=limit, add=add(IN_CHAIN) if callable(add) else add)
+    if not routing.rows:
+        parts, add = torch.empty((0, hidden), device=routing.x.device), add(IN_CHAIN) if callable(add) else add
+        return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
+    tokens, arch = routing.ids.shape[0], arch_of(routing.x.device)
+    first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
+    beside = Pair()
+    between = first_products(routing, w13, limit=limit, tile=first, order=beside.lead if callable(add) else order)
+    if callable(add):
+        add = add(beside.aside)
+    parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
     return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
 
 
@@ -120,7 +127,9 @@ def lift_of(limit: float) -> float:
     return float(2.0 ** min(max(math.floor(math.log2(65504 / (4 * limit * limit))), 0), 14))
 
 
-def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: Tile) -> Tensor:
+def first_products(
+    routing: Routing, w13: ExpertWeights, *, limit: float, tile: Tile, order: Order = IN_CHAIN
+) -> Tensor:
     """Return h [N, I] f16, lifted, rows in routing's order; those beyond its last row are not written.
 
     A row's channels are in the order of to_products if its expert has many rows, else of to_pieces.
@@ -140,7 +149,9 @@ def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, tile: 
         between, routing.x, routing.x_many, w13.codes, w13.scales, w13.factors, routing.token, routing.weight,
         routing.active, shares, counters if shares is not None else None, rows, share_size, limit, lift_of(limit),
     )  # fmt: skip
-    _launch(up_kernel, given, w13, tile, rows=rows, H=w13.channels, INNER=inner, **cut)
+    # To the kernel the chain's order is a lead's: it lets the next launch begin when it has waited.
+    taken = ASIDE if order.take(reads=routing.tensors, writes=(between, shares, counters)) == ASIDE else CHAIN
+    _launch(up_kernel, given, w13, tile, rows=rows, H=w13.channels, INNER=inner, ORDER=taken, **cut)
     return between
 
 
@@ -209,6 +220,7 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
 _TOKENS = (1, 8, 16, 128, 256)
 _HIDDEN, _INNER = 4096, 512
+_ASIDE = ((1, "mxfp4"), (64, "nvfp4"))
 
 
 def variants(arch: str) -> list[Variant]:
@@ -221,7 +233,12 @@ def variants(arch: str) -> list[Variant]:
     return list(found.values())
 
 
-def _variant(op: str, fmt: str, tile: Tile) -> Variant:
+def rare_variants(arch: str) -> list[Variant]:
+    """Return what differs from shipped ones only in where it waits."""
+    return [_variant(UP, fmt, tile_for(UP, arch, tokens=tokens), order=ASIDE) for tokens, fmt in _ASIDE]
+
+
+def _variant(op: str, fmt: str, tile: Tile, order: int = CHAIN) -> Variant:
     kernel, rows, channels = (up_kernel, 2 * _INNER, _HIDDEN) if op == UP else (down_kernel, _HIDDEN, _INNER)
     cut = _fit(tile, rows=rows, channels=channels, packed=4)
     fixed: dict[str, Any] = {"H": _HIDDEN, "INNER": _INNER, "PACKED": 4, "FORMAT": FORMATS[fmt], "PDL": True, **cut}
@@ -230,6 +247,8 @@ def _variant(op: str, fmt: str, tile: Tile) -> Variant:
     signature |= {"hidden_ptr": "*fp16", "x_ptr": "*fp16", "x_many_ptr": "*fp16", "scales_ptr": "*i16"}
     signature |= dict.fromkeys(("part_ptr", "weight_ptr", "factors_ptr", "share_ptr"), "*fp32")
     signature |= {"limit": "fp32", "lift": "fp32", "unlift": "fp32", "capacity": "i32", "share_size": "i32"}
+    if op == UP:
+        fixed["ORDER"] = order
     if op == DOWN:
         del fixed["SPLIT"]
     elif not cut["NB"]:

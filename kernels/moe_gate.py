@@ -20,6 +20,7 @@ from triton import cdiv, next_power_of_2
 
 from kernels.gemm_cut import FEW, Matrix, fit_few
 from kernels.gemm_decode import linear_decode
+from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order, Pair
 from kernels.moe_gate_triton import gate_beside_kernel, gate_kernel
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing, _check, route_tokens_reference
 from kernels.scratch import zeros
@@ -60,17 +61,17 @@ def route_by_gate(
     token_ids: Tensor | None = None,
     sequence: Tensor | None = None,
     tile: Tile | None = None,
+    order: Order = IN_CHAIN,
 ) -> Routing:
     """Return the routing of x [T, H] bfloat16 or float32 by a gate [E, H] bfloat16, as the checkpoint has it.
 
-    The other arguments as in moe_routing.route_tokens, top_k at most MAX_TOP_K.   tile: instead of the table's. All
-    inputs but x must have been written before the kernel in front of this one began. Calls of one stream
-    share scratch memory (scratch.py).
-    Raises ValueError.
+    The other arguments as in moe_routing.route_tokens, top_k at most MAX_TOP_K.   tile: instead of the table's.
+    order: among launches (launch_order.py). All inputs but x must have been written before the kernel in front of this
+    one began. Calls of one stream share scratch memory (scratch.py): none may be aside of another. Raises ValueError.
     """
     return _route(
         x, gate, None, tile, top_k=top_k, scaling=scaling, bias=bias, table=table, token_ids=token_ids,
-        sequence=sequence,
+        sequence=sequence, order=order,
     )[0]  # fmt: skip
 
 
@@ -80,7 +81,8 @@ def route_beside(
     """Return route_by_gate(x, gate, **routing) and linear_decode(x, weight, scale, limit=limit) in x's dtype.
 
     One launch for up to FEW tokens in bfloat16 and e4m3 weights, as long as every program has a multiprocessor: the
-    gate alone leaves most of them idle. Two for others. Raises ValueError as they do.
+    gate alone leaves most of them idle. Two for others, beside each other (launch_order.py). Raises ValueError as they
+    do.
     """
     fits = uses_triton(x) and 0 < x.shape[0] <= FEW and x.dtype == torch.bfloat16 and x.is_contiguous()
     fits = fits and scale is not None and weight.shape[1] == x.shape[1] and x.shape[1] % 16 == 0
@@ -89,10 +91,12 @@ def route_beside(
     if cut is not None and cdiv(weight.shape[0], 16) + 2 * (cdiv(gate.shape[0], 16) + 1) > sm_count(x.device):
         cut = None
     if cut is None or scale is None:
-        return route_by_gate(x, gate, **routing), linear_decode(x, weight, scale, limit=limit, out_dtype=x.dtype)
-    out, hidden = _route(x, gate, (weight, scale, cut | {"LIMIT": limit}), None, **routing)
-    assert hidden is not None
-    return out, hidden
+        pair = Pair()
+        hidden = linear_decode(x, weight, scale, limit=limit, out_dtype=x.dtype, order=pair.lead)
+        return route_by_gate(x, gate, **routing, order=pair.aside), hidden
+    out, opened = _route(x, gate, (weight, scale, cut | {"LIMIT": limit}), None, **routing)
+    assert opened is not None
+    return out, opened
 
 
 def _beside(arch: str, tokens: int, rows: int, channels: int) -> dict[str, Any] | None:
@@ -118,6 +122,7 @@ def _route(
     table: Tensor | None = None,
     token_ids: Tensor | None = None,
     sequence: Tensor | None = None,
+    order: Order = IN_CHAIN,
 ) -> tuple[Routing, Tensor | None]:
     """See route_by_gate. beside: weight and scale of a layer in the same launch, and its constants of the kernel."""
     tokens, hidden = x.shape
@@ -153,18 +158,18 @@ def _route(
     constants = _constants(tile, tokens, experts=experts, hidden=hidden, top_k=top_k)
     # One kernel for all steps of several routers: it writes both copies of x.
     x_many = empty(tokens, hidden, dtype=f16) if constants["GROUPED"] and out.x_many is None else out.x_many
-    pdl = HAS_PDL(device)
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    pdl, launch = _pdl(device)
     programs = cdiv(tokens, 8 * constants["NB"]) * cdiv(experts, 16) * constants["SPLIT"]
+    own = _scratch(device, constants["PADDED"])
     given = (
         x, gate, bias, table, token_ids, sequence, out.ids, out.weights, out.rank, out.token, out.weight, out.first,
-        out.active, *_scratch(device, constants["PADDED"]), out.x, x_many, tokens,
-        MANY if tokens > MANY else MAX_TOKENS * top_k, scaling,
+        out.active, *own, out.x, x_many, tokens, MANY if tokens > MANY else MAX_TOKENS * top_k, scaling,
     )  # fmt: skip
     launch |= {"PDL": pdl, "num_warps": constants["KS"], "num_stages": 1}
     programs += cdiv(tokens, 8)
     if beside is None:
-        gate_kernel[(programs,)](*given, **constants, **launch)
+        taken = order.take(reads=(x, bias, table, token_ids, sequence), writes=(*out.tensors, *own, x_many))
+        gate_kernel[(programs,)](*given, **constants, ORDER=taken, **launch)
         return out, None
     weight, scale, cut = beside
     rows, channels = weight.shape
@@ -174,6 +179,11 @@ def _route(
         **launch,
     )  # fmt: skip
     return out, opened
+
+
+def _pdl(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    pdl = HAS_PDL(device)
+    return pdl, {"launch_pdl": True} if pdl else {}
 
 
 def _constants(tile: Tile, tokens: int, *, experts: int, hidden: int, top_k: int) -> dict[str, int]:
@@ -216,7 +226,12 @@ def variants(arch: str) -> list[Variant]:
     ]
 
 
-def _variant(arch: str, tokens: int, *, by_table: bool, is_beside: bool) -> Variant:
+def rare_variants(arch: str) -> list[Variant]:
+    """Return those aside of another launch, which differ from shipped ones only in where they wait."""
+    return [_variant(arch, 64, by_table=by_table, is_beside=False, order=ASIDE) for by_table in (False, True)]
+
+
+def _variant(arch: str, tokens: int, *, by_table: bool, is_beside: bool, order: int = CHAIN) -> Variant:
     tile, kernel = tile_for(OP, arch, tokens=tokens), gate_beside_kernel if is_beside else gate_kernel
     signature = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(("tokens", "many"), "i32")
     signature |= {"scaling": "fp32"} | dict.fromkeys(("bias_ptr", "weights_ptr", "weight_ptr"), "*fp32")
@@ -229,6 +244,8 @@ def _variant(arch: str, tokens: int, *, by_table: bool, is_beside: bool) -> Vari
         cut = _beside(arch, tokens, 1024, 4096)
         assert cut is not None
         fixed |= cut | {"LIMIT": 10.0}
+    else:
+        fixed["ORDER"] = order
     fixed |= dict.fromkeys(absent if fixed["GROUPED"] else [*absent, "many_ptr"])
     signature = {name: signature[name] for name in kernel.arg_names if name not in fixed}
     return Variant(OP, kernel, signature, fixed, tile.constants["KS"], 1, unaligned=("tokens", "many"))

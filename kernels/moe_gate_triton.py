@@ -6,7 +6,8 @@ last programs, the routers, each of which routes eight tokens (moe_gate_route_tr
 
 Nobody counts who has come, and there are no fences: memory is zero where a score will be, no score is stored as zero,
 and the router, its only reader, asks until it isn't, then puts the zero back. Programs wait only for those in front of
-them, which the hardware starts first.
+them, which the hardware starts first. Aside of another launch (launch_order.py) that holds as well: this one begins
+when all programs of the other run, so they need no room that these hold, and wait for none of these.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment,index,var-annotated,operator"
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from kernels.gemm_few_triton import few_share
 from kernels.gemm_fragment_triton import BF16, FP8, lane_tokens, lane_weights, multiply
+from kernels.launch_order_triton import CHAIN, await_inputs, begin, end
 from kernels.moe_gate_route_triton import ROUTED, activate, prepare, route
 from kernels.row_load import to_f16
 from kernels.triton_env import INTERPRETED
@@ -76,20 +78,20 @@ def gate_kernel(
     weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr, tokens, many, scaling,
     E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, CONVERTED: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (group of 8 NB tokens, share of the channels, 16 experts), which convert activations, too; then routers.
 
     KS: warps that share a program's channels.   GROUPED: there is more than one router.   many: rows beyond which an
     expert has many.   part [SPLIT, tokens of all groups, PADDED]: zeros, again in the end.   count, step: see route.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(ORDER, PDL)
     gate_share(
         tl.program_id(0), x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr,
         rank_ptr, token_ptr, weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr,
-        tokens, many, scaling, E, K, TOP_K, KS, NB, SPLIT, GROUPED, CONVERTED, PADDED, PDL,
+        tokens, many, scaling, E, K, TOP_K, KS, NB, SPLIT, GROUPED, CONVERTED, PADDED, ORDER, PDL,
     )  # fmt: skip
+    end(ORDER, PDL)
 
 
 @triton.jit(do_not_specialize=["tokens", "many"])
@@ -115,13 +117,13 @@ def gate_beside_kernel(
         gate_share(
             program, x_ptr, w_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr,
             rank_ptr, token_ptr, weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr,
-            tokens, many, scaling, E, K, TOP_K, KS, NB, SPLIT, GROUPED, CONVERTED, PADDED, PDL,
+            tokens, many, scaling, E, K, TOP_K, KS, NB, SPLIT, GROUPED, CONVERTED, PADDED, CHAIN, PDL,
         )  # fmt: skip
     else:
         few_share(
             out_ptr, x_ptr, layer_ptr, scale_ptr, None, None, None, tokens, K, out_stride, 0.0, rows, pieces, 0,
             tl.program_id(1), program - ahead, tl.num_programs(0) - ahead, 0, 1,
-            0, FP8, R, LAYER_KS, RS, LAYER_NB, DEPTH, 1, ONCE, EVEN, LEAN, LIMIT, PDL,
+            0, FP8, R, LAYER_KS, RS, LAYER_NB, DEPTH, 1, ONCE, EVEN, LEAN, LIMIT, CHAIN, PDL,
         )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def gate_share(
     weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr, step_ptr, few_ptr, many_ptr, tokens, many, scaling,
     E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, NB: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, CONVERTED: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What a program of gate_kernel does."""
     N: tl.constexpr = 8 * NB
@@ -152,8 +154,7 @@ def gate_share(
         weights = ()
         for d in tl.static_range(SHARE):
             weights += (lane_weights(w_ptr, row, chunk, d * KS, True, E, K, 0, BF16, EVEN),)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        await_inputs(ORDER, PDL)
         token = group * N + tl.arange(0, NB)[None, :] * 8 + tl.arange(0, 8)[:, None]
         xs = ()
         for d in tl.static_range(SHARE):
@@ -173,8 +174,7 @@ def gate_share(
             _convert(x_ptr, few_ptr, many_ptr, piece, tokens * K, CONVERTED)
     else:
         known = prepare(bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, router, tokens, E, TOP_K, PADDED)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        await_inputs(ORDER, PDL)
         route(
             known, ids_ptr, weights_ptr, rank_ptr, token_ptr, weight_ptr, first_ptr, active_ptr, part_ptr, count_ptr,
             step_ptr, router, routers, tokens, groups * N, many, scaling, E, TOP_K, SPLIT, TILES * ROWS, GROUPED,

@@ -62,6 +62,11 @@ class Routing:
         """N."""
         return int(self.token.shape[1])
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of it."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
 
 def route_tokens_reference(
     x: Tensor,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.launch_order_triton import ASIDE, end
 from kernels.moe_product_triton import product, product_shared
 from kernels.moe_weights_triton import MXFP4, NVFP4, NVFP4_LIFT
 from kernels.row_load import to_f16
@@ -223,18 +224,24 @@ def up_kernel(
     counter_ptr, capacity, share_size, limit, lift,
     H: tl.constexpr, INNER: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, KS: tl.constexpr,
     RS: tl.constexpr, PAIR_S: tl.constexpr, NB: tl.constexpr, MANY_S: tl.constexpr, AHEAD: tl.constexpr,
-    MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr,
+    MANY_R: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr, FORMAT: tl.constexpr, ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[r] = lift * weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16."""
+    """hidden[r] = lift * weight * silu(min(x W1^T, limit)) * clamp(x W3^T, limit) for routed rows r, f16.
+
+    ORDER: CHAIN, which leads, since down_kernel reads the list of items early; or ASIDE: the list is older than this
+    kernel.
+    """
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if ORDER != ASIDE:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     _take(
         (hidden_ptr, weight_ptr, limit, lift), codes_ptr, scales_ptr, factors_ptr, x_ptr, x_many_ptr, token_ptr,
         active_ptr, capacity, (share_ptr, counter_ptr, share_size),
         2 * INNER, H, INNER, PACKED, S, R, KS, RS, PAIR_S, NB, MANY_S, AHEAD, MANY_R, SPLIT, LOOPS, FORMAT, True, False,
     )  # fmt: skip
+    end(ORDER, PDL)
 
 
 @triton.jit
@@ -246,8 +253,8 @@ def down_kernel(
 ):  # fmt: skip
     """part[r] = unlift * hidden[r] W2^T for routed rows r, float32.
 
-    The list of items is older than up_kernel, which waited for it before this kernel could be launched: it is read,
-    and the first weights are, before up_kernel has ended.
+    The list of items is older than up_kernel, or up_kernel has waited for it before it let this kernel begin: it is
+    read, and the first weights are, before up_kernel has ended.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

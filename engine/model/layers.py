@@ -19,6 +19,7 @@ from kernels.gemm import BLOCK, grouped_linear, linear
 from kernels.gemm_decode import grouped_linear_decode, join_weights, linear_decode
 from kernels.gemm_pair import linear_pair_decode
 from kernels.hyper_connection_decode import Mixer
+from kernels.launch_order import IN_CHAIN, Order
 from kernels.moe import gated
 from kernels.norm_rope import rms_norm, rotation_at
 from kernels.quant import dequantize_block_fp8
@@ -68,11 +69,13 @@ class Matrix(NamedTuple):
     def take(cls, weights: Weights, name: str) -> Matrix:
         return cls(weights.pop(f"{name}.weight"), weights.pop(f"{name}.scale", None))
 
-    def product(self, x: Tensor, norm: RMSNorm | None, *, decodes: bool, out_dtype: torch.dtype) -> Tensor:
-        """Return x W^T [T, out] of x, or of the normed x; decodes: with decode kernels."""
+    def product(
+        self, x: Tensor, norm: RMSNorm | None, *, decodes: bool, out_dtype: torch.dtype, order: Order = IN_CHAIN
+    ) -> Tensor:
+        """Return x W^T [T, out] of x, or of the normed x; decodes: with decode kernels, in `order` among launches."""
         if decodes:
             gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return linear_decode(x, *self, norm=gain, eps=eps, out_dtype=out_dtype)
+            return linear_decode(x, *self, norm=gain, eps=eps, out_dtype=out_dtype, order=order)
         x = (x if norm is None else norm(x).to(x.dtype)).to(out_dtype)
         return linear(x, self.weight if self.scale is not None else self.weight.to(out_dtype), self.scale)
 
@@ -83,9 +86,11 @@ class Linear:
     def __init__(self, weights: Weights, name: str) -> None:
         self.matrix = Matrix.take(weights, name)
 
-    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False) -> Tensor:
-        """x: [T, in].   norm: of x, before the product.   decodes: with decode kernels."""
-        return self.matrix.product(x, norm, decodes=decodes, out_dtype=x.dtype)
+    def __call__(
+        self, x: Tensor, *, norm: RMSNorm | None = None, decodes: bool = False, order: Order = IN_CHAIN
+    ) -> Tensor:
+        """x: [T, in].   norm: of x, before the product.   decodes: with decode kernels, in `order` among launches."""
+        return self.matrix.product(x, norm, decodes=decodes, out_dtype=x.dtype, order=order)
 
 
 class Linears:

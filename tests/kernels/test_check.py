@@ -15,7 +15,6 @@ from deploy import cli
 from kernels import check as gate
 from kernels import offline
 from kernels.offline import LIMITS, Report
-from kernels.sparse_attention_decode import rare_variants
 from kernels.tiles import Variant
 from kernels.triton_env import ARCHES
 
@@ -226,7 +225,7 @@ def test_every_shipped_variant_passes(tmp_path, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_variant_that_is_too_rare_for_the_gate_passes_too(arch):
-    reports = gate.check([(variant, arch) for variant in rare_variants(arch)], cache=gate.cache_folder())
+    reports = gate.check([(variant, arch) for variant in gate.rare(arch)], cache=gate.cache_folder())
     assert {(report.tile, report.faults) for report in reports if report.faults} == set()
 
 
