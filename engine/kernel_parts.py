@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "cache write": ("cache_write_kernel", "commit_window_kernel", "store_rows_kernel"),
     "indexer": ("query_kernel", "logits_kernel", "top_k_kernel"),
     "attention": ("attention_kernel", "combine_kernel"),
-    "gate": ("gate_kernel", "route_kernel"),
+    "gate": ("gate_kernel", "gate_beside_kernel", "route_kernel"),
     "routed experts": ("up_kernel", "down_kernel", "sum_kernel"),
     "sampling": ("scan_kernel", "weigh_kernel", "choose_kernel"),
     "begin and end": ("begin_step_kernel", "end_step_kernel"),

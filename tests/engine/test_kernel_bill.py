@@ -26,8 +26,9 @@ LAYER = [
     ("finish_kernel", "hyper-connections"),
     ("few_kernel", "shared expert"),
     ("gate_kernel", "gate"),
-    ("few_kernel", "shared expert"),
     ("up_kernel", "routed experts"),
+    ("few_kernel", "shared expert"),
+    ("down_kernel", "routed experts"),
 ]
 END = [
     ("spread_kernel", "hyper-connections"),
