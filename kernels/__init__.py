@@ -24,6 +24,7 @@
     sampling_decode   the same for a decode step, log probabilities included, in three launches
     step              what a captured decode step reads of each sequence, and how it moves on, in a launch each
 
+    launch_order        which launches take turns on a stream, and which run beside each other
     tiles, triton_env   how kernels are cut for each architecture; where Triton runs
     check, offline      the gate: every tile compiled for its targets without a GPU
     instructions        what a step's kernels issue for each weight and key, counted by the gate's compilations

@@ -8,8 +8,8 @@ Two launches that do not need each other then still take turns. A `Pair` lets th
     q = linear_decode(latent, ..., order=pair.lead)        LEAD: waits, and only then lets the next launch begin,
     pooled = linear_decode(x, ..., order=pair.aside)       ASIDE: which knows that all before the first one has ended.
 
-The second one reads and writes without waiting. One of its programs waits at its end, so that whoever waits for it
-waits for both; what comes next is in the CHAIN, or LEADs in turn.
+The second one reads and writes without waiting: a launch sees what had ended when it began. One of its programs waits
+at its end, so that whoever waits for it waits for both; what comes next is in the CHAIN, or LEADs in turn.
 
 What makes this wrong, silently, is memory that both touch and one of them writes. Hence a pair holds all that the
 first launch touches until the pair itself goes: keep it until the second is launched, and the allocator can't hand that
@@ -110,4 +110,4 @@ class _Aside(Order):
 
 
 def _places(tensors: Iterable[Tensor | None]) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in tensors if x is not None}
+    return {x.untyped_storage().data_ptr() for x in tensors if x is not None and x.numel()}
