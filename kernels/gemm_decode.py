@@ -388,7 +388,7 @@ _SHAPES: tuple[_Shape, ...] = (
 # tokens and rows of e4m3 gates and values of 4096 channels, as of the shared expert
 _GATED = ((1, 1024), (1, 2048), (1, 4096), (16, 1024), (32, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024))
 _LIMIT = 10.0
-# The shared expert's last product, aside of the routed experts' first one.
+# The shared expert's last product, which leads the routed experts' first one.
 _DOWN: _Shape = (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False)
 _UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
 
@@ -398,7 +398,9 @@ def variants(arch: str) -> list[Variant]:
     found: dict[str, Variant] = {}
     plain = [_variant(arch, *shape) for shape in _SHAPES]
     gates = [_variant(arch, *shape, 4096, _FP8, "*bf16", "*bf16", False, False, _LIMIT) for shape in _GATED]
-    for variant in [*plain, *gates, _variant(arch, *_DOWN, order=ASIDE)]:
+    leads = [_variant(arch, n, *_DOWN[1:], order=LEAD) for n in (1, 16, 32, 64)]
+    leads += [_variant(arch, 64, 1024, 4096, *_DOWN[3:], _LIMIT, order=LEAD)]
+    for variant in [*plain, *gates, *leads]:
         found.setdefault(repr((variant.kernel, variant.signature, variant.constants, variant.maxnreg)), variant)
     quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
     for channels, is_normed in [(1024, True), *quantised]:
@@ -419,14 +421,8 @@ def variants(arch: str) -> list[Variant]:
 
 
 def rare_variants(arch: str) -> list[Variant]:
-    """Return what differs from shipped ones only in where it waits: of batches, gates and values that lead, too."""
-    many, gates = (64, *_DOWN[1:]), (64, 1024, 4096, *_DOWN[3:])
-    return [
-        _variant(arch, *_DOWN, order=LEAD),
-        _variant(arch, *many, order=LEAD),
-        _variant(arch, *many, order=ASIDE),
-        _variant(arch, *gates, _LIMIT, order=LEAD),
-    ]
+    """Return what differs from shipped ones only in where it waits: aside of another launch, as nothing is yet."""
+    return [_variant(arch, n, *_DOWN[1:], order=ASIDE) for n in (1, 64)]
 
 
 def _variant(

@@ -18,19 +18,11 @@ memory on. Tensors that both are given are compared. Counters of the second are 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 from torch import Tensor
 
 CHAIN, LEAD, ASIDE = 0, 1, 2  # as launch_order_triton.py has them
-
-# Until one has been measured to be the best: "chain": pairs take turns;   "aside": the shared expert's last product is
-# aside of the routed experts' first;   "lead": it leads, and that one is aside.
-MODES = ("chain", "aside", "lead")
-MODE = os.environ.get("ISTHMUS_ORDER", "aside")
-if MODE not in MODES:
-    raise ValueError(f"ISTHMUS_ORDER {MODE!r}: one of {', '.join(MODES)}")
 
 
 class Order:
@@ -56,12 +48,11 @@ class Pair:
     """A launch that leads and the very next one of its stream, each given its order once, in this order.
 
     A lead may be several launches, which lead one after the other. If none has led, as where there are no kernels, or
-    something else was launched aside already, `aside` is the chain's. takes_turns: both are in the chain; None: as MODE
-    says.
+    something else was launched aside already, `aside` is the chain's. takes_turns: both in the chain, to compare with.
     """
 
-    def __init__(self, *, takes_turns: bool | None = None) -> None:
-        self._takes_turns = MODE == "chain" if takes_turns is None else takes_turns
+    def __init__(self, *, takes_turns: bool = False) -> None:
+        self._takes_turns = takes_turns
         self.leads = False
         self.read: list[Tensor] = []
         self.written: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Benches and samples of launches beside each other (launch_order.py), and of the same launches in the chain.
 
-Of a rank of 4: the gate, aside of the shared expert's first product where there are many tokens; the experts' first
-product and, aside of it, the shared expert's last one.
+Of a rank of 4: the gate, aside of the shared expert's first product where there are many tokens; the shared expert's
+last product and, aside of it, the experts' first one.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import statistics
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels.bench import COPIES, Bench
 from kernels.expert_weights import GROUP
 from kernels.gemm_bench import Layer, layers, make_launch
 from kernels.gemm_cut import FEW
 from kernels.gpu_timer import Launch
-from kernels.launch_order import Order, Pair
+from kernels.launch_order import Pair
 from kernels.moe_bench import EXPERTS, HIDDEN, INNER, LIMIT, TOP_K, distinct_experts, draw_weights
 from kernels.moe_decode import expert_parts
 from kernels.moe_gate import route_by_gate
@@ -52,15 +51,14 @@ def _bench(
         w2 = draw_weights(device, draw, experts, hidden, inner, fmt, parts=1)
         opened, added = make_launch(gates, tokens, device, i), make_launch(down, tokens, device, i + 1000)
 
-        def add(order: Order) -> Tensor:
-            return added(order=order)
-
         def launch() -> Any:
             pair = Pair(takes_turns=not is_aside)
             if tokens > FEW:
                 opened(order=pair.lead)
             routing = route_by_gate(**given, order=pair.aside)
-            return expert_parts(routing, w13, w2, limit=LIMIT, add=add if is_aside else added())
+            last = Pair(takes_turns=not is_aside)
+            add = added(order=last.lead)
+            return expert_parts(routing, w13, w2, limit=LIMIT, add=add, order=last.aside)
 
         return launch
 

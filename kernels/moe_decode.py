@@ -18,7 +18,6 @@ Weights are exact (moe_weights_triton.py), sums float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from kernels.expert_parts import ExpertParts, add_up, add_up_reference
 from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
-from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order, Pair
+from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing
 from kernels.moe_triton import down_kernel, up_kernel
 from kernels.scratch import zeros
@@ -85,17 +84,17 @@ def expert_parts(
     w2: ExpertWeights,
     *,
     limit: float,
-    add: Tensor | Callable[[Order], Tensor] | None = None,
+    add: Tensor | None = None,
     tiles: tuple[Tile, Tile] | None = None,
     order: Order = IN_CHAIN,
 ) -> ExpertParts:
     """Return each token's weighted experts, not yet added up, beside what is added to them.
 
     routing: of route_tokens, T tokens.   w13: 2 I rows of H channels, w2: H rows of I channels, of the same experts;
-    formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert, or what makes it by one
-    operation in the order it is given (launch_order.py): aside of the first product.   tiles: of the first and the last
-    product, instead of the table's.   order: of the first product; aside, what routing says is older than the launch
-    that leads. Calls of one stream share counters (scratch.py). Raises ValueError for what does not fit together.
+    formats may differ.   limit: of gate and value.   add: [T, H], as from a shared expert.   tiles: of the first and
+    the last product, instead of the table's.   order: of the first product (launch_order.py); aside, what routing says
+    must be older than the launch that leads. Calls of one stream share counters (scratch.py). Raises ValueError for
+    what does not fit together.
     """
     hidden, inner = w13.channels, w2.channels
     if w13.rows != 2 * inner or w2.rows != hidden or w13.experts != w2.experts or (w13.parts, w2.parts) != (2, 1):
@@ -108,16 +107,13 @@ def expert_parts(
     if routing.token.shape[0] != w13.experts:
         raise ValueError(f"routing among {routing.token.shape[0]} experts, weights of {w13.experts}")
     if not uses_triton(routing.x):
-        return expert_parts_reference(routing, w13, w2, limit=limit, add=add(IN_CHAIN) if callable(add) else add)
+        return expert_parts_reference(routing, w13, w2, limit=limit, add=add)
     if not routing.rows:
-        parts, add = torch.empty((0, hidden), device=routing.x.device), add(IN_CHAIN) if callable(add) else add
+        parts = torch.empty((0, hidden), device=routing.x.device)
         return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
     tokens, arch = routing.ids.shape[0], arch_of(routing.x.device)
     first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
-    beside = Pair()
-    between = first_products(routing, w13, limit=limit, tile=first, order=beside.lead if callable(add) else order)
-    if callable(add):
-        add = add(beside.aside)
+    between = first_products(routing, w13, limit=limit, tile=first, order=order)
     parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
     return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
 
@@ -220,7 +216,9 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
 _TOKENS = (1, 8, 16, 128, 256)
 _HIDDEN, _INNER = 4096, 512
-_ASIDE = ((1, "mxfp4"), (64, "nvfp4"))
+# A decode step launches its first products aside; what is left of a prompt, in the chain.
+_ASIDE = ((1, "mxfp4"), (1, "nvfp4"), (8, "nvfp4"), (16, "nvfp4"), (64, "nvfp4"))
+_RARE = ((8, "mxfp4"), (16, "mxfp4"), (64, "mxfp4"))
 
 
 def variants(arch: str) -> list[Variant]:
@@ -230,12 +228,12 @@ def variants(arch: str) -> list[Variant]:
         for tile in (tile_for(op, arch, tokens=tokens) for tokens in _TOKENS):
             for fmt in FORMATS:
                 found.setdefault(f"{op} {fmt} {id(tile)}", _variant(op, fmt, tile))
-    return list(found.values())
+    return [*found.values(), *(_variant(UP, fmt, tile_for(UP, arch, tokens=n), order=ASIDE) for n, fmt in _ASIDE)]
 
 
 def rare_variants(arch: str) -> list[Variant]:
     """Return what differs from shipped ones only in where it waits."""
-    return [_variant(UP, fmt, tile_for(UP, arch, tokens=tokens), order=ASIDE) for tokens, fmt in _ASIDE]
+    return [_variant(UP, fmt, tile_for(UP, arch, tokens=n), order=ASIDE) for n, fmt in _RARE]
 
 
 def _variant(op: str, fmt: str, tile: Tile, order: int = CHAIN) -> Variant:

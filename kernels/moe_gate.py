@@ -219,16 +219,17 @@ def _scratch(device: torch.device, padded: int) -> tuple[Tensor, Tensor, Tensor]
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`: DeepSeek-V4-Flash's gate, experts by score and by table."""
+    shapes = ((8, False, CHAIN), (256, False, CHAIN), (8, True, CHAIN), (16, True, CHAIN), (64, False, ASIDE))
     return [
-        _variant(arch, tokens, by_table=by_table, is_beside=is_beside)
-        for tokens, is_beside in ((8, False), (64, False), (256, False), (8, True), (16, True))
+        _variant(arch, tokens, by_table=by_table, is_beside=is_beside, order=order)
+        for tokens, is_beside, order in shapes
         for by_table in (False, True)
     ]
 
 
 def rare_variants(arch: str) -> list[Variant]:
-    """Return those aside of another launch, which differ from shipped ones only in where they wait."""
-    return [_variant(arch, 64, by_table=by_table, is_beside=False, order=ASIDE) for by_table in (False, True)]
+    """Return those in the chain, of what is left of a prompt, that differ from shipped ones only in where they wait."""
+    return [_variant(arch, 64, by_table=by_table, is_beside=False, order=CHAIN) for by_table in (False, True)]
 
 
 def _variant(arch: str, tokens: int, *, by_table: bool, is_beside: bool, order: int = CHAIN) -> Variant:

@@ -17,7 +17,7 @@ from engine.model.layers import GatedLinear, Linear, Matrix, Weights, narrow
 from kernels.expert_parts import ExpertParts, add_up
 from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
-from kernels.launch_order import MODE, Order, Pair
+from kernels.launch_order import Pair
 from kernels.moe import expert_scores, experts, route
 from kernels.moe_decode import expert_parts
 from kernels.moe_gate import route_beside, route_by_gate
@@ -102,15 +102,9 @@ class MixtureOfExperts:
         shared = self.shared_w13.both.parts
         if self.gate.dtype == torch.bfloat16 and add is None and len(shared) == 1:
             routing, opened = route_beside(x, self.gate, *shared[0], limit=self.limit, **given)
-            pair = Pair()
-            if MODE == "lead":
-                add = self.shared_w2(opened, decodes=True, order=pair.lead)
-                return expert_parts(routing, w13, w2, limit=self.limit, add=add, order=pair.aside)
-
-            def added(order: Order) -> Tensor:
-                return self.shared_w2(opened, decodes=True, order=order)
-
-            return expert_parts(routing, w13, w2, limit=self.limit, add=added)
+            pair = Pair()  # lives until the second is launched
+            add = self.shared_w2(opened, decodes=True, order=pair.lead)
+            return expert_parts(routing, w13, w2, limit=self.limit, add=add, order=pair.aside)
         add = self._shared(x, decodes=True) if add is None else add
         if self.gate.dtype == torch.bfloat16:
             routing = route_by_gate(x, self.gate, **given)

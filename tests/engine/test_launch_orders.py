@@ -10,7 +10,7 @@ import engine.model.moe as moe
 import engine.runner
 from engine.config import EngineConfig
 from engine.plan import SequenceStart, SequenceStep, StepPlan
-from kernels.launch_order import ASIDE, IN_CHAIN, LEAD, Pair
+from kernels.launch_order import ASIDE, IN_CHAIN, LEAD
 from router.protocol import SamplingParams
 
 GEO = Path(__file__).resolve().parent.parent / "oracle/geo"
@@ -19,16 +19,15 @@ LAYERS = 3
 
 @pytest.fixture
 def handed(monkeypatch):
-    """Return a function that runs one step in a mode: what is added to the experts of each layer, and their order."""
+    """Return a function that runs one step: what is added to the experts of each layer, and their order."""
 
-    def run(mode):
+    def run():
         found, plain = [], moe.expert_parts
 
         def expert_parts(*args, add, order=IN_CHAIN, **given):
             found.append((add, order))
             return plain(*args, add=add, order=order, **given)
 
-        monkeypatch.setattr(moe, "MODE", mode)
         monkeypatch.setattr(moe, "expert_parts", expert_parts)
         monkeypatch.setattr(engine.runner, "keeps_packed", lambda device: True)
         monkeypatch.setattr(engine.runner, "runs_decode_kernels", lambda cache, device: True)
@@ -44,31 +43,12 @@ def handed(monkeypatch):
         start = SequenceStart(seq=1, slot=1, block_ids=[2, 3], sampling=sampling, token_ids=[5, 6], num_outputs=1)
         step = SequenceStep(seq=1, start=300, token_ids=[6], new_block_ids=[], sample=True)
         runner.run(StepPlan(number=1, starts=[start], steps=[step]))
-        return found, runner.model.layers
+        return found
 
     return run
 
 
-def test_the_shared_experts_last_product_is_left_for_the_experts_to_launch(handed):
-    """Called, it is that product alone, in the order that it is given."""
-    found, layers = handed("aside")
-    assert len(found) == LAYERS
-    for (add, order), layer in zip(found, layers, strict=True):
-        assert order is IN_CHAIN
-        asked = []
-
-        def product(x, *, decodes, order, asked=asked):
-            asked.append((decodes, order))
-            return x
-
-        layer.experts.shared_w2, pair = product, Pair()
-        aside = pair.aside
-        opened = add(aside)
-        assert asked == [(True, aside)]
-        assert opened.shape == (1, layer.experts.shared_w13.both.rows[0])
-
-
-def test_or_it_leads_and_the_experts_are_aside(handed, monkeypatch):
+def test_the_shared_experts_last_product_leads_and_the_experts_are_aside(handed, monkeypatch):
     plain = moe.Linear.__call__
 
     def product(self, x, *, order=IN_CHAIN, **given):
@@ -78,7 +58,8 @@ def test_or_it_leads_and_the_experts_are_aside(handed, monkeypatch):
         return out
 
     monkeypatch.setattr(moe.Linear, "__call__", product)
-    found, _ = handed("lead")
+    found = handed()
+    assert len(found) == LAYERS
     for add, order in found:
         assert torch.is_tensor(add)
         assert order.take(reads=(), writes=()) == ASIDE
