@@ -92,8 +92,11 @@ def fit_few(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, i
 
 
 def fit_many(tile: Tile, tokens: int, matrix: Matrix, *, sms: int) -> dict[str, int]:
-    """Return many_kernel's constants and SPLIT, of LEAST steps.   BYTES: of a row of weights in a step."""
-    own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST")
+    """Return many_kernel's constants and SPLIT, of LEAST steps.
+
+    BYTES: of a row of weights in a step.   FOLD: whether a norm in front is a part of the product (gemm_decode.py).
+    """
+    own = ("BYTES", "MAX_SPLIT", "RESIDENT", "LEAST", "FOLD")
     c = {name: value for name, value in tile.constants.items() if name not in own}
     c["BLOCK_K"] = tile.constants["BYTES"] // matrix.unit // (2 if matrix.is_wide else 1)
     if matrix.unit == 1 and c["BLOCK_K"] > BLOCK:

@@ -4,14 +4,16 @@
     out[t, g] = x[t, g] W_g^T        W [G, N, K]
 
 Weights that read the same input are best kept as one (join_weights) and the output split: `out.split(rows, 1)` gives
-views that later kernels take as they are. A norm in front of up to FEW tokens costs no pass: its weight goes onto x,
-its factor onto the sums. Before more tokens it has a launch of its own. What meets the weights is rounded to x's dtype.
+views that later kernels take as they are. A norm in front costs no pass where its tile says so (FOLD): its weight goes
+onto x, with more than FEW tokens onto W, and its factor onto the sums. It has a launch of its own before tiles without,
+before more than FEW tokens that are not bfloat16, and before channels that are not whole steps of a tile.
 
-Weights and x are exact (float32 ones: see gemm_fragment_triton.py), but for the rounding behind a norm. `quantize`:
-e4m3 weights meet e4m3 activations, a scale per token and 128 channels (quant.py), as in training; a launch of its own
-makes them, with the norm if there is one, and what it rounds has been rounded to x's dtype. Sums are float32 in a
-fixed order: equal inputs give equal bits. A token's bits depend on how many others there are (which decides the tile),
-not on what they are. A row of x that is padding gives what its values give; nothing else is read for it.
+Weights and x are exact (float32 ones: see gemm_fragment_triton.py), but for the one that a norm went onto: that is
+rounded to its dtype, e4m3 to bfloat16. `quantize`: e4m3 weights meet e4m3 activations, a scale per token and 128
+channels (quant.py), as in training; a launch of its own makes them, with the norm if there is one, and what it rounds
+has been rounded to x's dtype. Sums are float32 in a fixed order: equal inputs give equal bits. A token's bits depend on
+how many others there are (which decides the tile), not on what they are. A row of x that is padding gives what its
+values give; nothing else is read for it.
 """
 
 from __future__ import annotations
@@ -259,12 +261,13 @@ def _launch(
     high, wide = span(cut)
     grid = (-(-rows // high), groups * splits, -(-tokens // wide))
     x_scale = None
-    if not few and (quantize or norm is not None):
+    if quantize:
         order = order.behind()
-        if quantize:
-            x, x_scale = quantize_rows(x.reshape(tokens, -1), norm, eps=eps)
-        elif norm is not None:
-            x = _normed(x, norm, eps)
+        x, x_scale = quantize_rows(x.reshape(tokens, -1), norm, eps=eps)
+        norm = None
+    elif norm is not None and not few and not _is_folded(tile, cut, x, norm):
+        order = order.behind()
+        x, norm = _normed(x, norm, eps), None
     part = None
     slots = grid[0] * groups * grid[2]
     if splits > 1:
@@ -285,13 +288,25 @@ def _launch(
             num_warps=cut["KS"] * cut["RS"], **fixed, **most,
         )  # fmt: skip
         return
-    kernel: Any = held_kernel if held else many_kernel
-    fixed |= {} if held else {"STAGES": tile.num_stages if quantize else None}
-    kernel[grid](
-        out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0),
-        0 if x_scale is None else x_scale.stride(1), out.stride(0), rows, channels, offset[0], splits,
-        num_warps=tile.num_warps, **fixed,
+    if held:
+        held_kernel[grid](
+            out, x, x_scale, weight, scale, part, counters, tokens, x.stride(0),
+            0 if x_scale is None else x_scale.stride(1), out.stride(0), rows, channels, offset[0], splits,
+            num_warps=tile.num_warps, **fixed,
+        )  # fmt: skip
+        return
+    gamma = None if norm is None else norm.view(torch.int32)
+    many_kernel[grid](
+        out, x, x_scale, weight, scale, gamma, part, counters, tokens, x.stride(0),
+        0 if x_scale is None else x_scale.stride(1), out.stride(0), eps, rows, channels, offset[0], splits,
+        STAGES=tile.num_stages if quantize else None, num_warps=tile.num_warps, **fixed,
     )  # fmt: skip
+
+
+def _is_folded(tile: Tile, cut: dict[str, int], x: Tensor, norm: Tensor) -> bool:
+    """Return whether many_kernel takes a norm along: in bfloat16, pairs of it from a multiple of 16 bytes on."""
+    fits = x.dtype == norm.dtype == torch.bfloat16 and norm.data_ptr() % 16 == 0
+    return bool(tile.constants["FOLD"] and cut["EVEN"] and fits)
 
 
 def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -355,22 +370,23 @@ _SHAPES: tuple[_Shape, ...] = (
     (16, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
     (16, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (16, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (32, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (32, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (32, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
     (32, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (32, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (64, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (64, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
+    (64, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
     (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
-    (64, 32768, 1024, _FP8, "*bf16", "*bf16", False, False),
-    (64, 24576, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (64, 32768, 1024, _FP8, "*bf16", "*bf16", True, False),
+    (64, 24576, 1024, _FP8, "*bf16", "*bf16", True, False),
     (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
     (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
     (64, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (64, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
     (64, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (256, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (256, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (512, 8192, 1024, _FP8, "*bf16", "*bf16", False, False),
+    (512, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
     (64, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
     (64, 4096, 512, _FP8, "*bf16", "*bf16", False, True),
     (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
@@ -441,12 +457,16 @@ def _variant(
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
         ("scale_ptr", "x_scale_ptr", "part_ptr"), "*fp32"
     )
-    signature |= {"out_ptr": out, "x_ptr": "*fp8e4nv" if quantize else x, "gamma_ptr": "*bf16", "counter_ptr": "*i32"}
-    signature |= {"w_ptr": {0: "*i32" if few else "*fp8e4nv", 1: "*bf16", 2: "*fp32"}[KINDS[dtype]], "eps": "fp32"}
+    signature |= {"out_ptr": out, "x_ptr": "*fp8e4nv" if quantize else x, "counter_ptr": "*i32", "eps": "fp32"}
+    signature |= {"w_ptr": {0: "*i32" if few else "*fp8e4nv", 1: "*bf16", 2: "*fp32"}[KINDS[dtype]]}
+    signature |= {"gamma_ptr": "*bf16" if few else "*i32"}
     absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
     absent += [] if is_split else ["part_ptr", "counter_ptr"]
-    absent += ([] if normed else ["gamma_ptr"]) if few else ([] if quantize else ["x_scale_ptr"])
-    fixed: dict[str, Any] = {"LIMIT": limit, "ORDER": order, "PDL": True, **cut, **dict.fromkeys(absent)}
+    is_folded = few or bool(tile.constants.get("FOLD") and cut["EVEN"] and x == "*bf16")
+    absent += [] if normed and is_folded and not quantize else ["gamma_ptr"]
+    absent += [] if quantize else ["x_scale_ptr"]
+    fixed: dict[str, Any] = {"LIMIT": limit, "ORDER": order, "PDL": True, **cut}
+    fixed |= dict.fromkeys(name for name in absent if name in kernel.arg_names)
     fixed |= {} if held else {"SHIFT": 0, "KIND": KINDS[dtype]}
     fixed |= {} if few or held else {"STAGES": tile.num_stages if quantize else None}
     return Variant(

@@ -62,14 +62,14 @@ def many_pair_kernel(
     program = tl.program_id(0)
     if program < blocks_a * splits_a:
         many_share(
-            out_a, x_ptr, None, w_a, scale_a, part_a, counter_a, tokens, x_stride, 0, stride_a, rows_a, channels, 0,
-            tl.program_id(1), program % blocks_a, blocks_a, program // blocks_a, splits_a,
+            out_a, x_ptr, None, w_a, scale_a, None, part_a, counter_a, tokens, x_stride, 0, stride_a, 0.0, rows_a,
+            channels, 0, tl.program_id(1), program % blocks_a, blocks_a, program // blocks_a, splits_a,
             0, KIND_A, BLOCK_R_A, BLOCK_T, BLOCK_K_A, SHARES_A, EVEN_A, None, None, CHAIN, PDL,
         )  # fmt: skip
     else:
         program -= blocks_a * splits_a
         many_share(
-            out_b, x_ptr, None, w_b, scale_b, part_b, counter_b, tokens, x_stride, 0, stride_b, rows_b, channels, 0,
-            tl.program_id(1), program % blocks_b, blocks_b, program // blocks_b, splits_b,
+            out_b, x_ptr, None, w_b, scale_b, None, part_b, counter_b, tokens, x_stride, 0, stride_b, 0.0, rows_b,
+            channels, 0, tl.program_id(1), program % blocks_b, blocks_b, program // blocks_b, splits_b,
             0, KIND_B, BLOCK_R_B, BLOCK_T, BLOCK_K_B, SHARES_B, EVEN_B, None, None, CHAIN, PDL,
         )  # fmt: skip

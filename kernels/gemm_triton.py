@@ -2,7 +2,9 @@
 
 Weights [rows, channels] are read as a checkpoint stores them. They are the left operand, tokens the narrow right one.
 
-many_kernel: tiles in shared memory, copied in the background. Of e4m3 activations it copies the scales along.
+many_kernel: tiles in shared memory, copied in the background. Of e4m3 activations it copies the scales along. A norm in
+front costs no pass: its weight goes onto the weights, which are in registers on their way to the tensor cores, as bf16
+activations are not; its factor goes onto the sums, from squares of the same tiles, which hold all channels of a token.
 (gemm_few_triton.py has the kernel for few tokens, gemm_held_triton.py one for e4m3 activations without a loop.)
 
 The scale of a 128 x 128 block of e4m3 goes onto the sum over 128 channels, in float32. A block may be cut: rows and
@@ -25,8 +27,8 @@ from kernels.launch_order_triton import await_inputs, begin, end
 
 @triton.jit(do_not_specialize=["tokens", "row_shift", "splits"])
 def many_kernel(
-    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
-    rows, channels, row_shift, splits,
+    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride,
+    out_stride, eps, rows, channels, row_shift, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, ORDER: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,14 +36,15 @@ def many_kernel(
     """As few_kernel, from tiles of BLOCK_R rows and BLOCK_T tokens. Grid (tiles, groups x splits, token tiles).
 
     x_scale_ptr: scales of x, e4m3, for each 128 channels one of every token, scale_stride apart, and as many as there
-    are in whole tiles; None: x is no e4m3.   EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales
-    are copied too, which a loop does only if it is told its stages.
+    are in whole tiles; None: x is no e4m3.   gamma_ptr: None, or weight of an RMS norm of x in bf16, two as an int32;
+    then EVEN, one split.   EVEN: all steps are whole.   STAGES: None, or how many steps ahead scales are copied too,
+    which a loop does only if it is told its stages.
     """
     begin(ORDER, PDL)
     group, split = group_and_share(splits, SHARES)
     many_share(
-        out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride,
-        out_stride, rows, channels, row_shift, group, tl.program_id(0), tl.num_programs(0), split, splits,
+        out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride,
+        out_stride, eps, rows, channels, row_shift, group, tl.program_id(0), tl.num_programs(0), split, splits,
         SHIFT, KIND, BLOCK_R, BLOCK_T, BLOCK_K, SHARES, EVEN, STAGES, LIMIT, ORDER, PDL,
     )  # fmt: skip
     end(ORDER, PDL)
@@ -49,8 +52,8 @@ def many_kernel(
 
 @triton.jit
 def many_share(
-    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride, out_stride,
-    rows, channels, row_shift, group, block, blocks, split, splits,
+    out_ptr, x_ptr, x_scale_ptr, w_ptr, scale_ptr, gamma_ptr, part_ptr, counter_ptr, tokens, x_stride, scale_stride,
+    out_stride, eps, rows, channels, row_shift, group, block, blocks, split, splits,
     SHIFT: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     SHARES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr, ORDER: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,6 +75,7 @@ def many_share(
     channel = tl.arange(0, BLOCK_K)
     line = (group * rows + row_shift + inside) // 128
     total = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
+    squares = tl.zeros((BLOCK_T, BLOCK_K // 8), tl.float32)
     scale = 1.0
     if KIND == FP8:
         scale_line = scale_ptr + line * columns
@@ -88,22 +92,44 @@ def many_share(
             live = (at >= 0) & (at < channels)
             w = tl.load(w_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
             x = tl.load(x_row[:, None] + at[None, :], mask=live[None, :], other=0.0)
+        if x_scale_ptr is None:
+            if KIND == FP8:
+                w = widen(w)
+            if gamma_ptr is not None:
+                gamma = tl.load(gamma_ptr + step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2))
+                w, squares = _weigh(w, x, gamma, squares)
         if KIND != FP8:
             total = product(w, tl.trans(x), total)
         elif x_scale_ptr is None:
             # The next step's, asked for before the product so that it is there behind it.
             following = tl.load(scale_line + tl.minimum(step + 1, steps - 1) * BLOCK_K // 128)
-            total += product(widen(w), tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32)) * scale[:, None]
+            total += product(w, tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32)) * scale[:, None]
             scale = following
         else:
             column = step * BLOCK_K // 128
             w_scale, x_scale = tl.load(scale_line + column), tl.load(x_line + column * scale_stride)
             sums = tl.dot(w, tl.trans(x), tl.zeros((BLOCK_R, BLOCK_T), tl.float32))
             total += sums * w_scale[:, None] * x_scale[None, :]
+    if gamma_ptr is not None:
+        total *= tl.rsqrt(tl.sum(squares, 1) / channels + eps)[None, :]
     finish(
         out_ptr, out_stride, part_ptr, counter_ptr, total, row, token, tokens, group, rows, block, blocks,
         split, splits, BLOCK_R, BLOCK_T, SHARES, LIMIT,
     )  # fmt: skip
+
+
+@triton.jit
+def _weigh(w, x, gamma, squares):
+    """Return w times the norm's weight, rounded to w's type, and squares plus those of x, eight channels in one.
+
+    gamma: pairs of bf16, which are copied in the background, as single ones can't be.
+    """
+    wide = tl.reshape(x.to(tl.float32), (squares.shape[0], squares.shape[1], x.shape[1] // squares.shape[1]))
+    squares += tl.sum(wide * wide, 2)
+    low, high = gamma.to(tl.int16), (gamma >> 16).to(tl.int16)
+    gamma = tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
+    gamma = tl.reshape(gamma, (1, x.shape[1])).to(tl.float32)
+    return (w.to(tl.float32) * gamma).to(w.dtype), squares
 
 
 @triton.jit

@@ -116,14 +116,14 @@ def _few(ks: int, *, rs: int = 1, r: int = 1, depth: int = 2, split: int = 4, re
 
 def _linear(
     rows: int, columns: int, size: int = 128, *, warps: int = 4, stages: int = 4, split: int = 4, least: int = 4,
-    resident: int = 1, **upto: int,
+    resident: int = 1, fold: int = 0, **upto: int,
 ) -> Tile:  # fmt: skip
     """A tile of a linear layer with many tokens: rows x columns (tokens), `size` bytes of a row at a time.
 
     What the constants mean: gemm_cut.fit_many.
     """
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": resident}
-    constants |= {"LEAST": least}
+    constants |= {"LEAST": least, "FOLD": fold}
     return Tile(constants, num_warps=warps, num_stages=stages, upto=upto)
 
 
@@ -189,18 +189,18 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "linear_many": {
         "sm_120": (
-            _linear(64, 32, stages=3, tokens=32),
-            _linear(64, 64, stages=3, tokens=64, mib=15),
-            _linear(128, 64, warps=8, stages=3, tokens=64),
+            _linear(64, 32, stages=3, fold=1, tokens=32),
+            _linear(64, 64, stages=3, fold=1, tokens=64, mib=15),
+            _linear(128, 64, warps=8, stages=3, fold=1, tokens=64),
             _linear(128, 128, warps=8, stages=2, split=1),
         ),
         "sm_90": (
-            _linear(64, 32, stages=8, tokens=32),
-            _linear(64, 64, stages=6, tokens=64, mib=15, row_bytes=4096),
-            _linear(128, 64, warps=8, tokens=64, row_bytes=4096),
-            _linear(64, 64, stages=8, tokens=64, mib=31),
-            _linear(128, 64, warps=8, tokens=64, mib=64),
-            _linear(64, 64, tokens=64),
+            _linear(64, 32, stages=8, fold=1, tokens=32),
+            _linear(64, 64, stages=6, fold=1, tokens=64, mib=15, row_bytes=4096),
+            _linear(128, 64, warps=8, fold=1, tokens=64, row_bytes=4096),
+            _linear(64, 64, stages=8, fold=1, tokens=64, mib=31),
+            _linear(128, 64, warps=8, fold=1, tokens=64, mib=64),
+            _linear(64, 64, fold=1, tokens=64),
             _linear(64, 128, split=1, tokens=256),
             _linear(128, 128, warps=8, stages=3, split=1),
         ),

@@ -53,11 +53,16 @@ def cases_of(*, small: bool = False) -> list[Case]:
     """Return all cases; small: few and tiny ones, for the interpreter."""
     if small:
         small_quantised = Case(17, 20, 128, normed=True, quantize=True)
-        plain = [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0)]
+        plain = [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0, normed=True)]
         return [*plain, small_quantised, Case(17, 20, 256, held=0, quantize=True)]
     batches = (1, 5, 8, 9, 16, 17, 33, 64, 100, 256)
     return [
         *(Case(tokens, 8192, 1024, normed=True) for tokens in batches),
+        *(Case(tokens, 16384, 1024, normed=True, gap=512) for tokens in (16, 17, 32, 48, 64, 65)),
+        *(Case(64, 1000, 1024, many=i, normed=True) for i in range(len(MANY_DESIGNS))),
+        *(Case(64, 1040, 1024, normed=True, dtype=dtype) for dtype in ("bfloat16", "float32")),
+        *(Case(tokens, 1040, 1024, normed=True, limit=10.0) for tokens in (5, 33)),
+        *(Case(tokens, 640, 1024, normed=True, offset=(17, 0)) for tokens in (5, 33)),
         *(Case(tokens, 4096, 2048) for tokens in batches),
         *(Case(tokens, 1024, 4096, groups=2) for tokens in (1, 16, 64, 256)),
         *(Case(tokens, 1536, 4096, out_dtype="bfloat16") for tokens in (1, 16, 64)),

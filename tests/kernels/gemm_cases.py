@@ -127,7 +127,7 @@ def held_tile(rows=64, columns=32, steps=4, split=1, warps=8, least=1) -> Tile:
     return Tile(constants | {"LEAST": least}, num_warps=warps)
 
 
-def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1) -> Tile:
+def many_tile(rows=64, columns=32, size=128, split=1, warps=4, stages=3, least=1, fold=1) -> Tile:
     """Return a tile of many tokens; gemm_cut.fit_many says what the constants mean."""
     constants = {"BLOCK_R": rows, "BLOCK_T": columns, "BYTES": size, "MAX_SPLIT": split, "RESIDENT": 8, "LEAST": least}
-    return Tile(constants, num_warps=warps, num_stages=stages)
+    return Tile(constants | {"FOLD": fold}, num_warps=warps, num_stages=stages)

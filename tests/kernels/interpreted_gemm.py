@@ -117,6 +117,42 @@ def test_a_norm_in_front_of_warps_that_share_channels_or_rows():
     assert case.fault(tile=few(ks=2, rs=2, r=2, depth=2, split=4)) == ""
 
 
+@pytest.mark.parametrize(
+    "tile", [many(fold=0), many(fold=1), many(rows=128, columns=16)], ids=["apart", "folded", "wide"]
+)
+@pytest.mark.parametrize("dtype", [FP8, BF16, FP32], ids=str)
+def test_a_norm_in_front_of_many_tokens(tile, dtype):
+    assert make_case(18, 140, 256, dtype=dtype, normed=True, gap=8).fault(tile=tile) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "fold", "launches"),
+    [
+        ({}, 1, 0),
+        ({}, 0, 1),
+        ({"x_dtype": FP32}, 1, 1),
+        ({"channels": 320}, 1, 1),
+        ({"offset": (0, 64)}, 1, 1),
+    ],
+    ids=["folded", "tile without", "float32", "half a step", "cut"],
+)
+def test_a_norm_has_a_launch_of_its_own_where_a_product_can_not_take_it_along(options, fold, launches, monkeypatch):
+    norms, apart = [], decode._normed
+    monkeypatch.setattr(decode, "_normed", lambda *given: norms.append(given) or apart(*given))
+    case = make_case(18, 20, **{"channels": 256, **options}, normed=True)
+    assert case.fault(tile=many(fold=fold)) == ""
+    assert len(norms) == launches
+
+
+def test_a_norm_that_does_not_begin_where_pairs_can_be_copied_has_a_launch_of_its_own(monkeypatch):
+    norms, apart = [], decode._normed
+    monkeypatch.setattr(decode, "_normed", lambda *given: norms.append(given) or apart(*given))
+    case = make_case(18, 20, 256, normed=True)
+    case.norm = torch.cat([case.norm[:1], case.norm])[1:]
+    assert case.fault(tile=many()) == ""
+    assert len(norms) == 1
+
+
 @pytest.mark.parametrize("tokens", [2, 17])
 def test_tokens_may_lie_apart(tokens):
     assert make_case(tokens, 20, 128, gap=8).fault() == ""
@@ -270,9 +306,13 @@ def test_quantised_rows_equal_those_of_the_reference():
     assert torch.equal(codes.view(torch.uint8)[::3], wanted.view(torch.uint8)[::3])
 
 
-@pytest.mark.parametrize("tile", [few(ks=2, depth=2), few(ks=2, split=2), many(split=2)], ids=["few", "split", "many"])
-def test_a_token_does_not_depend_on_the_others(tile):
-    case = make_case(5, 20, 512)
+@pytest.mark.parametrize(
+    ("tile", "normed"),
+    [(few(ks=2, depth=2), False), (few(ks=2, split=2), False), (many(split=2), False), (many(), True)],
+    ids=["few", "split", "many", "many, normed"],
+)
+def test_a_token_does_not_depend_on_the_others(tile, normed):
+    case = make_case(5, 20, 512, normed=normed)
     before = case.run(tile=tile)
     case.x[[0, 1, 3, 4]] = math.nan
     after = case.run(tile=tile)
