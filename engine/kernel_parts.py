@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "hyper-connections": ("spread_kernel", "finish_kernel", "joined_kernel"),
+    "hyper-connections": ("spread_kernel", "finish_kernel"),
     "cache write": ("cache_write_kernel", "commit_window_kernel", "store_rows_kernel"),
     "indexer": ("query_kernel", "logits_kernel", "top_k_kernel"),
     "attention": ("attention_kernel", "combine_kernel"),

@@ -8,7 +8,6 @@
     gemm_decode       the same with kernels, for few tokens and many; a norm in front;  gemm_cut: which tile they take
     hyper_connection  residual streams mixed by doubly stochastic matrices
     hyper_connection_decode  the same in two launches a sublayer, the norm of its input included
-    hyper_connection_joined  the same in one, for few tokens
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries
     indexer_decode    the same for a decode step, queries made ready, in three launches, or two behind cache_write

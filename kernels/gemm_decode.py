@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kernels.gemm import BLOCK, grouped_linear_reference, linear_reference
 from kernels.gemm_cut import (
+    FEW,
     FEW_OP,
     MANY_OP,
     QUANTIZED_OP,
@@ -346,78 +347,71 @@ def _counters(device: torch.device, count: int, order: int = CHAIN) -> Tensor:
     return zeros("linear_decode aside" if order == ASIDE else "linear_decode", device, _COUNTERS)
 
 
-# What the offline gate compiles: a shape for each compilation of DeepSeek-V4-Flash's matrices on 1, 2 and 4 ranks.
-# tokens, rows, channels, dtype of weights, of x, of the output, normed, quantised
+# What the offline gate compiles: what a decode step launches, of one of four ranks of DeepSeek-V4-Flash.
+# groups, rows, channels, dtype of weights, of x, of the output, normed
 _FP8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
-_Shape = tuple[int, int, int, torch.dtype, str, str, bool, bool]
-_SHAPES: tuple[_Shape, ...] = (
-    (1, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
-    (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
-    (1, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
-    (1, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (1, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
+_STEP: tuple[tuple[int, int, int, torch.dtype, str, str, bool], ...] = (
+    (1, 16384, 1024, _FP8, "*bf16", "*bf16", True),  # queries, the indexer's among them
+    (1, 8192, 1024, _FP8, "*bf16", "*bf16", True),
+    (1, 1536, 4096, _FP8, "*bf16", "*bf16", False),  # latent and values of layers without a compressor
+    (2, 1024, 4096, _FP8, "*bf16", "*bf16", False),
+    (1, 4096, 2048, _FP8, "*bf16", "*bf16", False),
+    (1, 32320, 4096, _BF16, "*fp32", "*fp32", False),
+)
+_TOKENS = (1, 16, 32, 64)  # cuts change behind them
+# Of the shared expert: gates and values lead above FEW tokens, up to which the gate's launch has them; what follows
+# leads the routed experts' first product.
+_GATES, _DOWN = (1, 1024, 4096, _FP8, "*bf16", "*bf16", False), (1, 4096, 512, _FP8, "*bf16", "*bf16", False)
+_LIMIT = 10.0
+
+# What a long test compiles: on other numbers of ranks, in prefills, in the chain, alone, with e4m3 activations.
+# tokens, rows, channels, dtype of weights, of x, of the output, normed, quantised
+_OTHERS: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
+    *(
+        (tokens, 4096, channels, _FP8, "*bf16", "*bf16", False, False)
+        for tokens in (1, 64)
+        for channels in (4096, 8192)
+    ),
+    *((tokens, 4096, 512, _FP8, "*bf16", "*bf16", False, False) for tokens in _TOKENS),
+    *((tokens, 2624, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (*_TOKENS, 256)),
+    *((tokens, 1024, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (1, 64)),
     (1, 8192, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (1, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (1, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (1, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
     (1, 256, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (1, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (16, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (16, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
     (16, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (16, 1536, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (16, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
-    (16, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (16, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (32, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (32, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
-    (32, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (32, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (64, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (64, 4096, 512, _FP8, "*bf16", "*bf16", False, False),
-    (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, False),
-    (64, 32768, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (64, 24576, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, False),
-    (64, 1024, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (64, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (64, 32320, 4096, _BF16, "*fp32", "*fp32", False, False),
-    (256, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (256, 2624, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (512, 8192, 1024, _FP8, "*bf16", "*bf16", True, False),
-    (64, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
-    (64, 4096, 512, _FP8, "*bf16", "*bf16", False, True),
-    (64, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
-    (64, 4096, 4096, _FP8, "*bf16", "*bf16", False, True),
-    (64, 4096, 8192, _FP8, "*bf16", "*bf16", False, True),
+    *((64, rows, 1024, _FP8, "*bf16", "*bf16", True, False) for rows in (24576, 32768)),
+    *((tokens, 8192, 1024, _FP8, "*bf16", "*bf16", True, False) for tokens in (256, 512)),
+    *((tokens, 8192, 1024, _FP8, "*bf16", "*bf16", True, True) for tokens in (32, 64)),
+    *((64, rows, 1024, _FP8, "*bf16", "*bf16", True, True) for rows in (16384, 32768)),
+    *((64, 4096, channels, _FP8, "*bf16", "*bf16", False, True) for channels in (512, 2048, 4096, 8192)),
+    *((32, 4096, channels, _FP8, "*bf16", "*bf16", False, True) for channels in (512, 2048)),
     (64, 1536, 4096, _FP8, "*bf16", "*bf16", False, True),
-    (64, 16384, 1024, _FP8, "*bf16", "*bf16", True, True),
-    (64, 32768, 1024, _FP8, "*bf16", "*bf16", True, True),
-    (32, 8192, 1024, _FP8, "*bf16", "*bf16", True, True),
     (32, 1024, 4096, _FP8, "*bf16", "*bf16", False, True),
-    (32, 4096, 512, _FP8, "*bf16", "*bf16", False, True),
-    (32, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
     (4096, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
 )
-# tokens and rows of e4m3 gates and values of 4096 channels, as of the shared expert
+# tokens and rows of e4m3 gates and values of 4096 channels
 _GATED = ((1, 1024), (1, 2048), (1, 4096), (16, 1024), (32, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024))
-_LIMIT = 10.0
-# The shared expert's last product, which leads the routed experts' first one.
-_DOWN: _Shape = (1, 4096, 512, _FP8, "*bf16", "*bf16", False, False)
 _UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
 
 
 def variants(arch: str) -> list[Variant]:
     """Return the compilations that are shipped for `arch`, for the offline gate."""
-    found: dict[str, Variant] = {}
-    plain = [_variant(arch, *shape) for shape in _SHAPES]
-    gates = [_variant(arch, *shape, 4096, _FP8, "*bf16", "*bf16", False, False, _LIMIT) for shape in _GATED]
-    leads = [_variant(arch, n, *_DOWN[1:], order=LEAD) for n in (1, 16, 32, 64)]
-    leads += [_variant(arch, 64, 1024, 4096, *_DOWN[3:], _LIMIT, order=LEAD)]
-    for variant in [*plain, *gates, *leads]:
-        found.setdefault(repr((variant.kernel, variant.signature, variant.constants, variant.maxnreg)), variant)
+    found = [_variant(arch, tokens, *shape) for tokens in _TOKENS for shape in _STEP]
+    found += [_variant(arch, tokens, *_DOWN, order=LEAD) for tokens in _TOKENS]
+    found += [_variant(arch, tokens, *_GATES, limit=_LIMIT, order=LEAD) for tokens in _TOKENS if tokens > FEW]
+    signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
+    fixed = {"BLOCK": 1024, "PDL": True}
+    found.append(Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=()))
+    return list(_distinct(found).values())
+
+
+def rare_variants(arch: str) -> list[Variant]:
+    """Return those that no decode step of one of four ranks launches."""
+    found = []
+    for tokens, *shape, quantize in _OTHERS:
+        found.append(_variant(arch, tokens, 1, *shape, quantize=quantize))
+    gates = [(tokens, (1, rows, *_GATES[2:])) for tokens, rows in _GATED]
+    found += [_variant(arch, tokens, *shape, limit=_LIMIT) for tokens, shape in gates]
+    found += [_variant(arch, tokens, *_DOWN, order=ASIDE) for tokens in (1, 64)]
     quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
     for channels, is_normed in [(1024, True), *quantised]:
         groups = _groups(channels)
@@ -428,29 +422,30 @@ def variants(arch: str) -> list[Variant]:
             del signature["gamma_ptr"]
             fixed["gamma_ptr"] = None
         warps = _quantize_warps(groups)
-        variant = Variant("linear_quantize", quantize_kernel, signature, fixed, warps, 3, tensor_ops=())
-        found[f"quantize {channels} {is_normed}"] = variant
-    signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
-    fixed = {"BLOCK": 1024, "PDL": True}
-    found["norm"] = Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=())
-    return list(found.values())
+        found.append(Variant("linear_quantize", quantize_kernel, signature, fixed, warps, 3, tensor_ops=()))
+    shipped = {_identity(variant) for variant in variants(arch)}
+    return [variant for name, variant in _distinct(found).items() if name not in shipped]
 
 
-def rare_variants(arch: str) -> list[Variant]:
-    """Return what differs from shipped ones only in where it waits: aside of another launch, as nothing is yet."""
-    return [_variant(arch, n, *_DOWN[1:], order=ASIDE) for n in (1, 64)]
+def _distinct(found: Sequence[Variant]) -> dict[str, Variant]:
+    """Return variants by what makes them, each once."""
+    return {_identity(variant): variant for variant in reversed(found)}
+
+
+def _identity(variant: Variant) -> str:
+    return repr((variant.kernel, variant.signature, variant.constants, variant.num_warps, variant.maxnreg))
 
 
 def _variant(
-    arch: str, tokens: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str,
-    normed: bool, quantize: bool, limit: float | None = None, *, order: int = CHAIN,
+    arch: str, tokens: int, groups: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str,
+    normed: bool, *, quantize: bool = False, limit: float | None = None, order: int = CHAIN,
 ) -> Variant:  # fmt: skip
     unit = torch.empty((), dtype=dtype).element_size()
-    tile = table_tile(arch, tokens, rows=rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
+    tile = table_tile(arch, tokens, rows=groups * rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
     few, held = is_few(tile), is_held(tile)
     kernel: Any = few_kernel if few else held_kernel if held else many_kernel
     matrix = Matrix(
-        rows, channels, unit, 1, quantize or not normed, x == "*fp32" and not quantize, is_gated=limit is not None
+        rows, channels, unit, groups, quantize or not normed, x == "*fp32" and not quantize, is_gated=limit is not None
     )  # fmt: skip
     cut = fit(tile, tokens, matrix, sms=MULTIPROCESSORS[arch])
     is_split = cut.pop("SPLIT") > 1

@@ -20,9 +20,8 @@ from kernels.bench import Bench
 from kernels.gpu_timer import Launch
 from kernels.hyper_connection_decode import mix, spread, spread_and_mix
 from kernels.hyper_connection_inputs import HIDDEN, STREAMS, TOP_K, draw_inputs
-from kernels.hyper_connection_joined import OP as JOINED
-from kernels.tiles import Tile, Variant, tile_for
-from kernels.triton_env import HAS_PDL, arch_of, uses_triton
+from kernels.tiles import Tile, Variant
+from kernels.triton_env import HAS_PDL, uses_triton
 
 SUBLAYERS = 8
 _CHANNELS, _WORDS, _TOKENS = 32, 8192, 64  # of a program of the stand-in: channels of x, words of weights, tokens
@@ -64,13 +63,11 @@ def benches() -> list[Bench]:
     """Return the benches: one sublayer behind a stand-in, the ends of the model, chains of sublayers."""
     return [
         *(bench for n in (1, 16, 64) for bench in (_stand_in(n), _both(n))),
-        *(_both(n, top_k=top_k, joined=True) for n in (1, 16, 64) for top_k in (0, TOP_K)),
         *(_both(n, top_k=TOP_K, sums=sums) for n in (1, 16, 64) for sums in (False, True)),
         *(_both(n, head=True, top_k=top_k) for n in (1, 64) for top_k in (0, TOP_K)),
         *(_spread(n, hidden=HIDDEN, top_k=TOP_K) for n in (1, 64)),
         *(_first(n) for n in (1, 64)),
         *(_chain(n, mixes=mixes) for n in (1, 16, 64) for mixes in (False, True)),
-        *(_chain(n, mixes=True, joined=True) for n in (1, 16, 64)),
     ]
 
 
@@ -78,7 +75,6 @@ def samples() -> list[Bench]:
     """Return one small step for each shipped path."""
     small = [_both(5, n=n, hidden=64 * n, padding=1, head=head) for n in (2, 3, 4) for head in (False, True)]
     small += [_both(5, hidden=128, padding=1, head=head, top_k=TOP_K) for head in (False, True)]
-    small += [_both(3, hidden=1024, padding=1, top_k=top_k, joined=True) for top_k in (0, TOP_K)]
     small += [_both(17, hidden=128, top_k=TOP_K, sums=sums) for sums in (False, True)]
     return [
         *small,
@@ -99,18 +95,15 @@ def _both(
     dtype: torch.dtype = torch.bfloat16,
     top_k: int = 0,
     sums: bool = False,
-    joined: bool = False,
 ) -> Bench:
     def make(device: torch.device, i: int) -> Launch:
         return draw_inputs(
-            device, i, tokens, n=n, hidden=hidden, padding=padding, head=head, dtype=dtype, top_k=top_k, sums=sums,
-            joined=joined,
-        ).launch  # fmt: skip
+            device, i, tokens, n=n, hidden=hidden, padding=padding, head=head, dtype=dtype, top_k=top_k, sums=sums
+        ).launch
 
     shape = [f"B={tokens}", *(["head"] if head else []), *([f"{n} x {hidden} {dtype}"] if hidden != HIDDEN else [])]
     shape += ["experts" + " summed before" * sums] if top_k else []
-    shape += ["joined"] * joined
-    is_chained = not head and not joined and not top_k and hidden == HIDDEN
+    is_chained = not head and not top_k and hidden == HIDDEN
     return _bench(
         " ".join(shape),
         tokens,
@@ -157,24 +150,18 @@ def _stand_in(tokens: int) -> Bench:
     return Bench("linear", "sublayer stand-in", f"B={tokens}", make, bytes=size, chain=f"hyper B={tokens}")
 
 
-def _chain(tokens: int, *, mixes: bool, joined: bool = False) -> Bench:
+def _chain(tokens: int, *, mixes: bool) -> Bench:
     def make(device: torch.device, i: int) -> Launch:
-        tiles = (tile_for(JOINED, arch_of(device), tokens=tokens),) if joined else None
-        return chain(device, i, tokens, mixes=mixes, tiles=tiles)
+        return chain(device, i, tokens, mixes=mixes)
 
     each = 4 * HIDDEN // _CHANNELS * _WORDS + 4 * tokens * HIDDEN + mixes * _bytes(tokens, STREAMS, HIDDEN)
-    shape = f"B={tokens} {SUBLAYERS} sublayers" + " joined" * joined
+    shape = f"B={tokens} {SUBLAYERS} sublayers"
     op = "hyper_connection" if mixes else "sublayer stand-in"
     return Bench("linear", op, shape, make, bytes=SUBLAYERS * each)
 
 
 def chain(
-    device: torch.device,
-    seed: int,
-    tokens: int,
-    *,
-    mixes: bool = True,
-    tiles: tuple[Tile, Tile] | tuple[Tile] | None = None,
+    device: torch.device, seed: int, tokens: int, *, mixes: bool = True, tiles: tuple[Tile, Tile] | None = None
 ) -> Launch:
     """Return a run through SUBLAYERS sublayers. mixes: with hyper-connections, else with stand-ins alone."""
     inputs = [draw_inputs(device, SUBLAYERS * seed + at, tokens) for at in range(SUBLAYERS)]

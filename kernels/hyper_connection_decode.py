@@ -9,8 +9,6 @@ into spans of H, whose sums the second launch adds up in a fixed order; the norm
 the first launch's, done while it waits for y. The head is the same with n rows of fn; its x
 stays float32, and it carries nothing.
 
-Where the table says so, both launches are one for few tokens: hyper_connection_joined.py.
-
 Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, however many tokens there are.
 Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: C[j]; columns from n on hold anything).
 """
@@ -25,8 +23,6 @@ from torch import Tensor
 
 from kernels.expert_parts import ExpertParts, add_up_reference
 from kernels.hyper_connection import collapse_reference, hc_head_reference, hc_post_reference, sinkhorn_reference
-from kernels.hyper_connection_joined import OP as JOINED
-from kernels.hyper_connection_joined import fits, launch_joined
 from kernels.hyper_finish_triton import finish_kernel
 from kernels.hyper_spread_triton import TOKENS, spread_kernel
 from kernels.norm_rope import rms_norm_reference
@@ -116,40 +112,22 @@ def spread_and_mix(
     mixer: Mixer,
     *,
     sequence: Tensor | None = None,
-    tiles: tuple[Tile, Tile] | tuple[Tile] | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> Mixed:
     """Return where the next sublayer begins, or what the head returns, given a sublayer's output y.
 
     y: [T, H] of any float dtype, contiguous; or rows of experts, which are added up here.   before: where that sublayer
     began.   mixer: the next one's; its n is 2 to 4, H a multiple of 64.   sequence: as in `mix`; the streams of padding
-    become 0, whatever its y.   tiles: of both launches, or of the one that does the work of both.
+    become 0, whatever its y.
     """
     _check(before.streams, mixer, sequence)
     _check_output(y, before)
     if not uses_triton(before.streams):
         streams = spread_reference(y, before, sequence=sequence)
         return mix_reference(streams, mixer, sequence=sequence)
-    joined, tiles = _choose(before.streams, mixer, tiles)
-    if joined:
-        given, top_k = _given(y)
-        x, streams, carry = launch_joined(given, top_k, before, mixer, sequence=sequence, tile=joined)
-        return Mixed(x, streams, carry, mixer.eps, mixer.iters)
     streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=before.streams.device)
     parts = _begin(streams, before.streams, (y, before), mixer, sequence, tiles)
     return _finish(streams, mixer, parts, sequence, tiles)
-
-
-def _choose(
-    streams: Tensor, mixer: Mixer, tiles: tuple[Tile, Tile] | tuple[Tile] | None
-) -> tuple[Tile | None, tuple[Tile, Tile] | None]:
-    """Return the tile of one launch, or else those of two, None for the table's."""
-    if tiles is not None:
-        return (tiles[0], None) if len(tiles) == 1 else (None, tiles)
-    arch, tokens = arch_of(streams.device), streams.shape[0]
-    if tokens > tile_for(FINISH, arch).constants["JOINED"]:
-        return None, None
-    tile = tile_for(JOINED, arch, tokens=tokens)
-    return (tile if fits(streams, mixer, tile) else None), None
 
 
 def _given(y: Tensor | ExpertParts | None) -> tuple[tuple[Any, ...], int]:

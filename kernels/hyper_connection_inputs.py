@@ -9,9 +9,7 @@ from torch import Tensor
 
 from kernels.expert_parts import ExpertParts, add_up
 from kernels.hyper_connection_decode import Mixed, Mixer, spread_and_mix
-from kernels.hyper_connection_joined import OP as JOINED
-from kernels.tiles import Tile, tile_for
-from kernels.triton_env import arch_of
+from kernels.tiles import Tile
 
 STREAMS, HIDDEN, EPS, ITERS = 4, 4096, 1e-6, 20
 EXPERTS, TOP_K = 256, 6
@@ -19,22 +17,16 @@ EXPERTS, TOP_K = 256, 6
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """One sublayer: spread_and_mix(y, before, mixer, sequence=sequence).
-
-    sums: of y, made by a launch before it.   joined: both launches as one.
-    """
+    """One sublayer: spread_and_mix(y, before, mixer, sequence=sequence); sums: of y, made by a launch before it."""
 
     y: Tensor | ExpertParts
     before: Mixed
     mixer: Mixer
     sequence: Tensor | None
     sums: bool = False
-    joined: bool = False
 
-    def launch(self, tiles: tuple[Tile, Tile] | tuple[Tile] | None = None) -> Mixed:
+    def launch(self, tiles: tuple[Tile, Tile] | None = None) -> Mixed:
         y = add_up(self.y) if self.sums and isinstance(self.y, ExpertParts) else self.y
-        if self.joined:
-            tiles = (tile_for(JOINED, arch_of(self.mixer.fn.device), tokens=self.before.x.shape[0]),)
         return spread_and_mix(y, self.before, self.mixer, sequence=self.sequence, tiles=tiles)
 
 
@@ -79,11 +71,10 @@ def draw_inputs(
     dtype: torch.dtype = torch.bfloat16,
     top_k: int = 0,
     sums: bool = False,
-    joined: bool = False,
 ) -> Inputs:
     """Return a sublayer's end, `padding` padding tokens behind `tokens` tokens.
 
-    head: it is the last one's.   top_k: y is as many rows of experts a token, unless 0.   sums, joined: see Inputs.
+    head: it is the last one's.   top_k: y is as many rows of experts a token, unless 0.   sums: see Inputs.
     """
     draw = torch.Generator(device).manual_seed(seed)
     total = tokens + padding
@@ -98,4 +89,4 @@ def draw_inputs(
         y = draw_parts(draw, tokens, hidden, top_k=top_k, padding=padding)
     else:
         y = torch.randn(total, hidden, generator=draw, device=device).to(torch.float32 if head else torch.bfloat16)
-    return Inputs(y, before, draw_mixer(draw, n, hidden, head=head), sequence, sums, joined)
+    return Inputs(y, before, draw_mixer(draw, n, hidden, head=head), sequence, sums)

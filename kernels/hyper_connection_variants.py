@@ -12,26 +12,27 @@ from kernels.tiles import Tile, Variant, tiles_of
 # DeepSeek-V4-Flash. (rows of fn, dtype of y) of the first launch; None: no spread;
 # _EXPERTS: rows of six experts, to which bfloat16 is added.
 _STREAMS, _HIDDEN, _ITERS, _TOP_K, _EXPERTS = 4, 4096, 20, 6, "experts"
-_SPREADS = (
-    *((24, y) for y in ("*bf16", "*fp32", _EXPERTS, None)),
-    *((4, y) for y in ("*fp32", _EXPERTS, None)),
-    *((0, y) for y in ("*fp32", _EXPERTS)),
-)
+_STEP = (*((24, y) for y in ("*bf16", _EXPERTS, None)), (4, _EXPERTS))
+_OTHERS = ((24, "*fp32"), (4, "*fp32"), (4, None), (0, "*fp32"), (0, _EXPERTS))
 
 
 def variants(arch: str) -> list[Variant]:
-    """Return the compilations that are shipped for `arch`, for the offline gate: bfloat16 streams, 4 of 4096."""
+    """Return what a decode step launches, for the offline gate: bfloat16 streams, 4 of 4096."""
     spreads = tiles_of(SPREAD, arch)
-    found = [
-        _spread_variant(tile, rows, y, padded=rows != 0 or y == _EXPERTS) for tile in spreads for rows, y in _SPREADS
-    ]
+    found = [_spread_variant(tile, rows, y) for tile in spreads for rows, y in _STEP]
     left = sorted({ADDED // tile.constants["L"] for tile in spreads})
     found += [_finish_variant(tile, rows, one) for tile in tiles_of(FINISH, arch) for rows in (24, 4) for one in left]
     return found
 
 
-def _spread_variant(tile: Tile, rows: int, y: str | None, *, padded: bool) -> Variant:
+def rare_variants(arch: str) -> list[Variant]:
+    """Return what other steps launch besides: of many tokens, and where the head has tokens of its own."""
+    return [_spread_variant(tile, rows, y) for tile in tiles_of(SPREAD, arch) for rows, y in _OTHERS]
+
+
+def _spread_variant(tile: Tile, rows: int, y: str | None) -> Variant:
     is_experts = y == _EXPERTS
+    padded = rows != 0 or is_experts
     signature = {"out_ptr": "*bf16", "part_ptr": "*fp32", "streams_ptr": "*bf16", "token_stride": "i32"}
     signature |= {"stream_stride": "i32", "y_ptr": "*fp32" if is_experts else y or ""}
     signature |= dict.fromkeys(("ids_ptr", "rank_ptr", "first_ptr"), "*i32")

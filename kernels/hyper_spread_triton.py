@@ -75,38 +75,23 @@ def spread_kernel(
     H: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr,
     L: tl.constexpr, SPREAD: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tokens 16 W a on, channels 16 L b on) of N streams [T, N, H]: see spread_channels."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    spread_channels(
-        tl.program_id(0), tl.program_id(1), out_ptr, None, part_ptr, streams_ptr, token_stride, stream_stride, y_ptr,
-        ids_ptr, rank_ptr, first_ptr, add_ptr, carry_ptr, fn_ptr, sequence_ptr, tokens, eps,
-        H, N, ROWS, ITERS, COLUMNS, W, 1, L, SPREAD, TOP_K, PDL,
-    )  # fmt: skip
-
-
-@triton.jit
-def spread_channels(
-    block, share, out_ptr, copy_ptr, part_ptr, streams_ptr, token_stride, stream_stride, y_ptr, ids_ptr, rank_ptr,
-    first_ptr, add_ptr, carry_ptr, fn_ptr, sequence_ptr, tokens, eps,
-    H: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr, L: tl.constexpr, SPREAD: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Spread tokens from 16 W / C block on, channels from 16 L C share on. C: warps with the same tokens.
+    """Program (tokens 16 W a on, channels 16 L b on) of N streams [T, N, H].
 
     SPREAD: out = post * y + C^T streams, else the streams themselves.   ROWS: of fn, 0: no mix.   TOP_K: y holds rows
-    of experts, as many of each token, to be added up (expert_parts.py); 0: y [T, H].   copy: where out is stored, too.
+    of experts, as many of each token, to be added up (expert_parts.py); 0: y [T, H].
     part: [T, COLUMNS / 4, H / 16 L, 4], row r of the product at column r, the sum of squares in the last eight columns.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (ROWS + 7) // 8
     S: tl.constexpr = 2 if N == 2 else 4
-    first = block * (_TOKENS * (W // C))
+    split = tl.program_id(1)
+    first = tl.program_id(0) * (_TOKENS * W)
     # Dimensions in the order in which the compiler hands them out: lanes, warps, then registers, the last one excepted.
     t = tl.arange(0, 4)[:, None, None]
     g = tl.arange(0, 8)[None, :, None]
-    w = tl.arange(0, W)[None, None, :] // C
-    split = share * C + tl.arange(0, W) % C
-    channel = split[None, None, :] * (16 * L) + t * 4
+    w = tl.arange(0, W)[None, None, :]
+    channel = split * (16 * L) + t * 4 + w * 0
     i = tl.arange(0, 4)
 
     token = first + w[:, :, :, None, None, None] * 16 + tl.arange(0, 2)[None, None, None, :, None, None] * 8
@@ -181,8 +166,6 @@ def spread_channels(
                 s = tl.fma(tl.broadcast_to(c, s.shape), tl.broadcast_to(x[span * N + j].to(tl.float32), s.shape), s)
             all_x = round_to(s, dtype)
             tl.store(out_ptr + to + span * 16, all_x, mask=there & (k < N))
-            if copy_ptr is not None:
-                tl.store(copy_ptr + to + span * 16, all_x, mask=there & (k < N))
         else:
             all_x = x[span]
         if ROWS > 0:
@@ -211,7 +194,7 @@ def spread_channels(
                     more = more + (totals[o] + sums[o],)
                 totals, squares = more, squares + own_squares
     if ROWS > 0:
-        _store_parts(part_ptr, totals, squares, first, tokens, split, H // (16 * L), GROUPS, COLUMNS, W, C)
+        _store_parts(part_ptr, totals, squares, first, tokens, split, H // (16 * L), GROUPS, COLUMNS, W)
 
 
 @triton.jit
@@ -223,7 +206,6 @@ def _flat(x, W: tl.constexpr, S: tl.constexpr):
 def _store_parts(
     part_ptr, totals, squares, first, tokens, split,
     SPLITS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr,
 ):  # fmt: skip
     """Store [16 W, COLUMNS]: the products by groups of eight, then the squares eight times."""
     squares = tl.reshape(tl.permute(squares, (1, 2, 0)), (W, 16))
@@ -235,10 +217,10 @@ def _store_parts(
         if GROUPS > 2:
             c = totals[2]
         both = tl.permute(tl.join(tl.join(totals[0], totals[1]), tl.join(c, squares)), (0, 1, 2, 4, 3))
-    block = tl.arange(0, W)[:, None, None, None, None] // C
-    token = first + block * _TOKENS + tl.arange(0, _TOKENS)[None, :, None, None, None]
+    token = tl.arange(0, W)[:, None, None, None, None] * _TOKENS + tl.arange(0, _TOKENS)[None, :, None, None, None]
+    token += first
     m = tl.arange(0, 8)[None, None, :, None, None]
     high = tl.arange(0, COLUMNS // 16)[None, None, None, :, None]
     low = tl.arange(0, 2)[None, None, None, None, :]
     four = token.to(tl.int64) * (COLUMNS // 4) + (high * 2 + low) * 2 + m // 4
-    tl.store(part_ptr + ((four * SPLITS + split[:, None, None, None, None]) * 4 + m % 4), both, mask=token < tokens)
+    tl.store(part_ptr + ((four * SPLITS + split) * 4 + m % 4), both, mask=token < tokens)

@@ -4,9 +4,8 @@
 
 Lane instructions: what a warp issues counts 32 times, whether its lanes have work or not. Of a kernel with a loop that
 multiplies, those of that loop, else all of the program; each stands for the weights or keys of one pass. Branches
-count as if taken. Matrices are those of one of four ranks of DeepSeek-V4-Flash; two that one launch takes count apart,
-and of a hyper-connection that is one launch, what spreads. A step of some tokens takes the smallest number in TOKENS
-that is not below.
+count as if taken. Matrices are those of one of four ranks of DeepSeek-V4-Flash; two that one launch takes count apart.
+A step of some tokens takes the smallest number in TOKENS that is not below.
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ class Count:
 def counts(arch: str) -> list[Count]:
     """Return what is to be compiled for `arch`. Raises LookupError for a kernel that the gate does not compile."""
     found = []
-    linears, attention = gemm_decode.variants(arch), sparse_attention_decode.variants(arch)
+    linears = gemm_decode.variants(arch) + gemm_decode.rare_variants(arch)  # those of a pair, too, each alone
+    attention = sparse_attention_decode.variants(arch)
     spreads, experts = hyper_connection_variants.variants(arch), moe_decode.variants(arch)
     indexer = indexer_decode.variants(arch)
     for tokens in TOKENS:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 STREAMS = 8  # for which memory is made at once
-_Key = tuple[str, torch.device, tuple[int, ...], torch.dtype, int]
+_Key = tuple[str, torch.device, tuple[int, ...], torch.dtype]
 _free: dict[_Key, list[Tensor]] = {}
 _taken: dict[_Key, dict[int, Tensor]] = {}
 
@@ -21,12 +21,7 @@ def zeros(op: str, device: torch.device, *shape: int, dtype: torch.dtype = torch
 
     op: what calls, for its users to read. Raises RuntimeError where a graph capture would have to make them.
     """
-    return filled(op, device, *shape, dtype=dtype, value=0)
-
-
-def filled(op: str, device: torch.device, *shape: int, dtype: torch.dtype = torch.int32, value: int) -> Tensor:
-    """Return the same as `zeros`, of another value, to be left full of it."""
-    key = op, device, shape, dtype, value
+    key = op, device, shape, dtype
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     taken = _taken.setdefault(key, {})
     if stream not in taken:
@@ -38,14 +33,13 @@ def filled(op: str, device: torch.device, *shape: int, dtype: torch.dtype = torc
 
 
 def _make(free: list[Tensor], key: _Key) -> None:
-    op, device, shape, dtype, value = key
+    op, device, shape, dtype = key
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         used = len(_taken[key])
         wrong = f"{used} streams have used it, this one has not" if used else "nothing has called it before"
         raise RuntimeError(
             f"first call of {op} for such sizes inside a graph capture: {wrong}; call it once outside, on this stream"
         )
-    count = STREAMS if device.type == "cuda" else 1
-    free.extend(torch.full(shape, value, dtype=dtype, device=device) for _ in range(count))
+    free.extend(torch.zeros(shape, dtype=dtype, device=device) for _ in range(STREAMS if device.type == "cuda" else 1))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # other streams do not wait for this one's zeros

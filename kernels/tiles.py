@@ -285,16 +285,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_120": (_spread(1, 1, tokens=8), _spread(1, 2)),
         "sm_90": (_spread(1, 1, tokens=8), _spread(1, 2, tokens=32), _spread(4, 2)),
     },
-    # One tile: the order of a token's sums follows from W.   JOINED: most tokens for which both launches are one.
-    "hyper_finish": {
-        "sm_120": (Tile({"W": 8, "JOINED": 0}, num_warps=8),),
-        "sm_90": (Tile({"W": 8, "JOINED": 0}, num_warps=8),),
-    },
-    # C: of W warps, those that have the same tokens and other channels.
-    "hyper_joined": {
-        "sm_120": (Tile({"W": 4, "C": 4, "L": 1}, num_warps=4),),
-        "sm_90": (Tile({"W": 4, "C": 4, "L": 1}, num_warps=4),),
-    },
+    # One tile: the order of a token's sums follows from W.
+    "hyper_finish": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
     "moe_gate": {
         "sm_120": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
         "sm_90": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),

@@ -161,44 +161,6 @@ def _copy(to, source) -> None:
             getattr(to, field.name).copy_(getattr(source, field.name))
 
 
-def joined_fault(device: str, *, tokens: int, top_k: int, hidden: int = 4096, padding: int = 0) -> str:
-    """Return how one launch differs from two, or from itself in a graph of several that follow at once, "" if not."""
-    from kernels.hyper_connection_decode import spread_and_mix
-
-    module = load("hyper_connection_cases")
-    given = {"top_k": top_k, "hidden": hidden, "padding": padding, "iters": 20, "device": device}
-    tile = module.make_joined(4, 4, 1)
-    made, other = module.make_case(tokens, **given), module.make_case(tokens, **given, seed=10)
-    if fault := module.joined_fault(made, tile) or module.joined_fault(other, tile):
-        return str(fault)
-
-    def run():
-        now, found = made.begin(), []
-        for i in range(6):
-            mixer = made.first if i % 2 else made.second
-            now = spread_and_mix(made.y, now, mixer, sequence=made.sequence, tiles=(tile,))
-            found.append(now)
-        return found
-
-    if device != "cuda":
-        return _bits(run()[-1], run()[-1], "two runs")
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    for source in (made, other, made, other):
-        made.streams.copy_(source.streams)
-        _copy(made.y, source.y)
-        for _ in range(20):
-            graph.replay()
-        torch.cuda.synchronize()
-        for number, (got, want) in enumerate(zip(results, run(), strict=True)):
-            if fault := _bits(got, want, f"launch {number} replayed and called"):
-                return fault
-    return ""
-
-
 def _bits(a, b, what: str) -> str:
     """Return which tensors of two results differ, "" if none."""
     for name in ("x", "streams", "carry"):
@@ -217,10 +179,6 @@ def jobs_of(device: str, *, small: bool) -> list[Job]:
     sizes = {"hidden": 64, "tokens": 17} if small else {}
     found.insert(0, ("bits alone and in a batch", functools.partial(batch_fault, device, **sizes)))
     found.insert(0, ("bits of every cut", functools.partial(cut_fault, device, **sizes)))
-    steps = [(3, 2)] if small else [(tokens, top_k) for tokens in (1, 15, 16, 17, 61) for top_k in (0, 6)]
-    for tokens, top_k in steps:
-        sizes = {"tokens": tokens, "top_k": top_k, "hidden": 1024 if small else 4096, "padding": tokens % 4}
-        found.append((f"one launch, B={tokens} top {top_k}", functools.partial(joined_fault, device, **sizes)))
     if device == "cuda":
         found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
     return found

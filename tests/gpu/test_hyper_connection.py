@@ -29,11 +29,5 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch():
     assert cases.batch_fault("cuda") == ""
 
 
-@pytest.mark.parametrize("top_k", [0, 6])
-@pytest.mark.parametrize("tokens", [1, 17, 61])
-def test_one_launch_does_what_two_do(tokens, top_k):
-    assert cases.joined_fault("cuda", tokens=tokens, top_k=top_k, padding=3) == ""
-
-
 def test_a_replayed_graph_computes_what_eager_calls_do():
     assert cases.replay_fault("cuda") == ""

@@ -8,10 +8,8 @@ import math
 import torch
 
 from kernels.expert_parts import ExpertParts, add_up, add_up_reference
-from kernels.hyper_await_triton import NONE
 from kernels.hyper_connection_decode import Mixed, Mixer, mix, spread, spread_and_mix
 from kernels.hyper_connection_inputs import draw_parts
-from kernels.hyper_connection_joined import _scratch
 from kernels.tiles import Tile
 
 EPS, NORM_EPS = 1e-6, 1e-6
@@ -185,25 +183,6 @@ def summed_fault(case: Case, **options) -> str:
         if one is not None and not torch.equal(one, other):
             return f"other bits in {name} once rows are added up by a launch of their own"
     return ""
-
-
-def joined_fault(case: Case, tile: Tile) -> str:
-    """Return how one launch differs from the formula, or its streams from those of a spread alone, "" if not.
-
-    Or whether it leaves scratch other than it was.
-    """
-    begun = case.begin()
-    one = spread_and_mix(case.y, begun, case.second, sequence=case.sequence, tiles=(tile,))
-    if not torch.equal(one.streams, spread(case.y, begun, sequence=case.sequence)):
-        return "other streams by one launch than by a spread alone"
-    if not all(bool((words == NONE).all()) for words in _scratch(case.streams.device, case.streams.shape[2])):
-        return "words are left in scratch"
-    return mix_fault(one, one.streams, case.second, None)
-
-
-def make_joined(warps: int, channels: int, spans: int) -> Tile:
-    """Return a tile of both launches as one."""
-    return Tile({"W": warps, "C": channels, "L": spans}, num_warps=warps)
 
 
 def make_tiles(warps: int, finish_warps: int, *, spans: int = 1) -> tuple[Tile, Tile]:

@@ -43,7 +43,7 @@ def few_programs(monkeypatch):
     spreads = itertools.count()
     monkeypatch.setattr(hyper_connection_decode, "uses_triton", lambda x: x.shape[0] == 1 and next(spreads) < 4)
     monkeypatch.setattr(
-        hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2, "JOINED": 0}, 1)
+        hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, 1)
     )
 
 

@@ -126,23 +126,6 @@ def test_rows_of_experts_added_up_by_a_launch_of_their_own_lead_to_the_same_bits
     assert cases.summed_fault(case, tiles=cases.make_tiles(1, 1, spans=spans)) == ""
 
 
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "tile", "hidden"),
-    [(17, 0, cases.make_joined(1, 1, 2), 256), (1, 2, cases.make_joined(2, 2, 1), 512)],
-    ids=["two blocks of tokens", "warps with other channels"],
-)
-def test_one_launch_does_what_two_do(tokens, top_k, tile, hidden):
-    assert cases.joined_fault(make_case(tokens, top_k=top_k, padding=1, hidden=hidden, iters=1), tile) == ""
-
-
-@pytest.mark.parametrize(("change", "said"), [({"n": 3}, r"\(1, 3, 256\)"), ({"hidden": 192}, r"\(1, 4, 192\)")])
-def test_what_one_launch_does_not_take_is_refused(change, said):
-    case = make_case(1, **{"hidden": 256, "iters": 1} | change)
-    before = decode.Mixed(case.streams[:, 0], case.streams, torch.zeros(1, 1 + case.streams.shape[1], 4), 1e-6, 1)
-    with pytest.raises(ValueError, match=said):
-        decode.spread_and_mix(case.y, before, case.second, tiles=(cases.make_joined(1, 1, 1),))
-
-
 def test_there_may_be_nothing_to_add_to_rows_of_experts():
     case = make_case(2, n=2, top_k=2, iters=1)
     case.y = dataclasses.replace(case.y, add=None)

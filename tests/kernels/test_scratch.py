@@ -14,10 +14,10 @@ GPU = torch.device("cuda", 0)
 def gpu(monkeypatch):
     """Return what stands for the device: its current stream, and whether that is capturing."""
     state = types.SimpleNamespace(stream=0, captures=False)
-    plain = torch.full
+    plain = torch.zeros
     monkeypatch.setattr(scratch, "_free", {})
     monkeypatch.setattr(scratch, "_taken", {})
-    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: plain(*args, **kwargs | {"device": "cpu"}))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: plain(*args, **kwargs | {"device": "cpu"}))
     monkeypatch.setattr(
         torch.cuda,
         "current_stream",
@@ -31,11 +31,6 @@ def test_a_stream_gets_the_same_zeros_again(gpu):
     first = scratch.zeros("op", GPU, 4)
     assert first.tolist() == [0] * 4
     assert scratch.zeros("op", GPU, 4) is first
-
-
-def test_memory_may_be_full_of_another_value_beside_zeros(gpu):
-    assert scratch.filled("op", GPU, 2, value=-1).tolist() == [-1, -1]
-    assert scratch.zeros("op", GPU, 2).tolist() == [0, 0]
 
 
 def test_each_stream_has_zeros_of_its_own(gpu):
