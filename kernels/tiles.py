@@ -247,7 +247,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_90": (
             _attention(16, 64, warps=8, resident=1, heads=16, tokens=4, row_bytes=512),
             _attention(16, 32, warps=4, resident=1, heads=16, tokens=16, row_bytes=512),
-            _attention(16, 32, warps=4, resident=2, heads=16, row_bytes=512),
+            # Fused: 43 nodes less in a step of more than 16 sequences, for 1 % of its time.
+            _attention(16, 32, warps=4, resident=2, heads=16, fused=True, row_bytes=512),
             _attention(16, 64, warps=8, resident=1, tokens=4, row_bytes=512),
             _attention(32, 64, warps=8, resident=1, row_bytes=512),
             _attention(16, 16, warps=4, resident=1),
