@@ -218,18 +218,23 @@ def _scratch(device: torch.device, padded: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def variants(arch: str) -> list[Variant]:
-    """Return the compilations that are shipped for `arch`: DeepSeek-V4-Flash's gate, experts by score and by table."""
-    shapes = ((8, False, CHAIN), (256, False, CHAIN), (8, True, CHAIN), (16, True, CHAIN), (64, False, ASIDE))
+    """Return the compilations that are shipped for `arch`: DeepSeek-V4-Flash's gate, experts by score and by table.
+
+    Of a decode step with the shared expert's gates and values, above FEW tokens aside of them; of a prefill alone.
+    """
+    launched = ((8, True, CHAIN), (16, True, CHAIN), (64, False, ASIDE), (256, False, CHAIN))
     return [
         _variant(arch, tokens, by_table=by_table, is_beside=is_beside, order=order)
-        for tokens, is_beside, order in shapes
+        for tokens, is_beside, order in launched
         for by_table in (False, True)
     ]
 
 
 def rare_variants(arch: str) -> list[Variant]:
-    """Return those in the chain, of what is left of a prompt, that differ from shipped ones only in where they wait."""
-    return [_variant(arch, 64, by_table=by_table, is_beside=False, order=CHAIN) for by_table in (False, True)]
+    """Return those of few tokens alone: of what is left of a prompt, or beside weights that do not fit."""
+    return [
+        _variant(arch, tokens, by_table=by_table, is_beside=False) for tokens in (8, 64) for by_table in (False, True)
+    ]
 
 
 def _variant(arch: str, tokens: int, *, by_table: bool, is_beside: bool, order: int = CHAIN) -> Variant:

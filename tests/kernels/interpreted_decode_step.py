@@ -42,9 +42,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(indexer_decode, "sm_count", lambda _: 1)
     spreads = itertools.count()
     monkeypatch.setattr(hyper_connection_decode, "uses_triton", lambda x: x.shape[0] == 1 and next(spreads) < 4)
-    monkeypatch.setattr(
-        hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, 1)
-    )
+    monkeypatch.setattr(hyper_connection_decode, "tile_for", lambda op, arch, **_: Tile({"W": 1, "L": 2}, 1))
 
 
 # How many of the prompt's nine tokens run in one step, of which the experts alone take kernels: the interpreter takes a
