@@ -79,7 +79,7 @@ def check(
     if cache is not None and dump is None:
         reports = [_recall(cache / f"{key}.json") for key in keys]
     missing = [at for at, report in enumerate(reports) if report is None]
-    # Others may be at it as well, as the tests beside the gate are: each in an order of its own, and what they have done
+    # Others may be at it as well, as tests beside the gate are: each in an order of its own, and what they have done
     # by the time it is due is taken from them.
     random.Random(os.getpid()).shuffle(missing)
 

@@ -31,8 +31,7 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(decode.torch, "empty", lambda *args, **kwargs: plain(*args, **kwargs).fill_(math.nan))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16)], ids=str)
 def test_both_steps_equal_their_formula(n, dtype):
     assert make_case(5, n=n, dtype=dtype).fault() == ""
 
@@ -44,37 +43,39 @@ def test_the_head_equals_its_formula(n):
 
 @pytest.mark.parametrize("y_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_outputs_may_be_of_any_float_dtype(y_dtype):
-    assert make_case(3, y_dtype=y_dtype).fault() == ""
+    assert make_case(3, n=2, iters=1, y_dtype=y_dtype).fault() == ""
 
 
 def test_all_streams_may_be_one_in_memory():
-    assert make_case(3, expanded=True).fault() == ""
+    assert make_case(3, iters=1, expanded=True).fault() == ""
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 17])
 def test_any_number_of_tokens(tokens):
-    assert make_case(tokens, padding=2).fault() == ""
+    assert make_case(tokens, padding=2, iters=1).fault() == ""
 
 
 def test_no_tokens():
     assert make_case(0).run().streams.shape == (0, 4, 64)
 
 
-@pytest.mark.parametrize("hidden", [128, 192])
-def test_any_number_of_spans(hidden):
-    assert make_case(2, hidden=hidden).fault() == ""
+def test_any_number_of_spans():
+    assert make_case(2, n=3, hidden=192, iters=1).fault() == ""
 
 
-@pytest.mark.parametrize(("warps", "spans", "finish_warps", "hidden"), [(1, 1, 1, 1088), (2, 2, 2, 192)])
-def test_every_way_to_cut_equals_the_formula(warps, spans, finish_warps, hidden):
-    """The first has more sums than the second launch takes at once."""
-    case = make_case(1, hidden=hidden, n=2, iters=1)
-    assert case.fault(tiles=cases.make_tiles(warps, finish_warps, spans=spans)) == ""
+def test_every_way_to_cut_equals_the_formula():
+    assert make_case(1, hidden=192, n=2, iters=1).fault(tiles=cases.make_tiles(2, 2, spans=1)) == ""
+
+
+def test_there_may_be_more_sums_than_the_second_launch_takes_at_once():
+    case = make_case(1, hidden=1088, n=2, iters=1)
+    begun = case.begin(tiles=cases.make_tiles(1, 1, spans=2))
+    assert cases.mix_fault(begun, case.streams, case.first, None) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_bits_do_not_depend_on_how_the_first_launch_is_cut(dtype):
-    case = make_case(2, dtype=dtype, iters=2)
+    case = make_case(2, dtype=dtype, iters=1)
     one = case.run(tiles=cases.make_tiles(1, 1, spans=1))
     other = case.run(tiles=cases.make_tiles(2, 1, spans=2))
     assert torch.equal(one.x, other.x)
@@ -82,21 +83,21 @@ def test_bits_do_not_depend_on_how_the_first_launch_is_cut(dtype):
     assert torch.equal(one.carry, other.carry)
 
 
-@pytest.mark.parametrize("iters", [1, 2, 20])
+@pytest.mark.parametrize("iters", [1, 20])
 def test_matrices_are_normalised_as_often_as_asked(iters):
     """Logits far apart, so that each normalisation matters."""
     assert make_case(4, iters=iters, sharp=6.0).fault() == ""
 
 
 def test_padding_becomes_zeros_and_its_carry_is_finite():
-    got = make_case(2, padding=3).run()
+    got = make_case(2, padding=3, iters=1).run()
     assert bool((got.streams[2:] == 0).all())
     assert bool((got.x[2:] == 0).all())
     assert bool(got.carry[2:].isfinite().all())
 
 
 def test_a_token_s_bits_do_not_depend_on_the_others():
-    case = make_case(17)
+    case = make_case(17, iters=1)
     whole = case.run()
     for at in (9, 16):
         one = cases.Case(case.streams[at : at + 1], case.y[at : at + 1], case.first, case.second, None).run()
@@ -107,7 +108,7 @@ def test_a_token_s_bits_do_not_depend_on_the_others():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_value_that_is_not_finite_makes_its_token_nan_and_no_other(value):
-    case = make_case(3)
+    case = make_case(3, n=2, iters=1)
     before = case.run()
     case.y[1, 5] = value
     after = case.run()
@@ -133,7 +134,7 @@ def test_there_may_be_nothing_to_add_to_rows_of_experts():
 
 
 def test_the_spread_alone_has_the_bits_of_both():
-    assert cases.spread_alone_fault(make_case(3, padding=1)) == ""
+    assert cases.spread_alone_fault(make_case(3, n=2, padding=1, iters=1)) == ""
 
 
 def test_a_carry_that_arrives_during_the_wait_is_the_one_that_counts(monkeypatch):
