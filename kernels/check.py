@@ -127,6 +127,8 @@ def _compile_all(
                     worker.start()
                 theirs.close()
                 running[mine] = (worker, time.monotonic() + STALLED * limit_s, job)
+            if not running:
+                break
             soonest = min(deadline for _, deadline, _ in running.values())
             for ready in wait(list(running), timeout=max(0.0, soonest - time.monotonic())):
                 assert isinstance(ready, Connection)

@@ -18,6 +18,7 @@ Weights are exact (moe_weights_triton.py), sums float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -214,26 +215,29 @@ def _fit(tile: Tile, *, rows: int, channels: int, packed: int) -> dict[str, int]
 
 
 # What the offline gate compiles: DeepSeek-V4-Flash's experts, by tensor parallelism 4, for both formats.
-_TOKENS = (1, 8, 16, 128, 256)
 _HIDDEN, _INNER = 4096, 512
-# A decode step launches its first products aside; what is left of a prompt, in the chain.
-_ASIDE = ((1, "mxfp4"), (1, "nvfp4"), (8, "nvfp4"), (16, "nvfp4"), (64, "nvfp4"))
-_RARE = ((8, "mxfp4"), (16, "mxfp4"), (64, "mxfp4"))
+_TOKENS = (1, 8, 16, 64)  # the last cut is of prompts as well
 
 
 def variants(arch: str) -> list[Variant]:
-    """Return the compilations that are shipped for `arch`, for the offline gate."""
-    found: dict[str, Variant] = {}
-    for op in (UP, DOWN):
-        for tile in (tile_for(op, arch, tokens=tokens) for tokens in _TOKENS):
-            for fmt in FORMATS:
-                found.setdefault(f"{op} {fmt} {id(tile)}", _variant(op, fmt, tile))
-    return [*found.values(), *(_variant(UP, fmt, tile_for(UP, arch, tokens=n), order=ASIDE) for n, fmt in _ASIDE)]
+    """Return the compilations that are shipped for `arch`, for the offline gate.
+
+    A decode step launches its first products aside; what is left of a prompt, in the chain.
+    """
+    launched = [*((UP, tokens, ASIDE) for tokens in _TOKENS), (UP, _TOKENS[-1], CHAIN)]
+    launched += [(DOWN, tokens, CHAIN) for tokens in _TOKENS[1:]]
+    return _variants(arch, launched)
 
 
 def rare_variants(arch: str) -> list[Variant]:
-    """Return what differs from shipped ones only in where it waits."""
-    return [_variant(UP, fmt, tile_for(UP, arch, tokens=n), order=ASIDE) for n, fmt in _RARE]
+    """Return first products in the chain of few tokens, which differ from shipped ones only in where they wait."""
+    return _variants(arch, [(UP, tokens, CHAIN) for tokens in _TOKENS[:-1]])
+
+
+def _variants(arch: str, launched: Sequence[tuple[str, int, int]]) -> list[Variant]:
+    return [
+        _variant(op, fmt, tile_for(op, arch, tokens=tokens), order) for op, tokens, order in launched for fmt in FORMATS
+    ]
 
 
 def _variant(op: str, fmt: str, tile: Tile, order: int = CHAIN) -> Variant:

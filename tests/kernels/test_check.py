@@ -204,6 +204,20 @@ def test_a_torn_cache_file_is_compiled_anew(tmp_path):
     assert not report.cached and report.faults == ()
 
 
+def test_what_another_run_has_compiled_meanwhile_is_taken_from_it(tmp_path, monkeypatch):
+    job = [(OUTER, "sm_120")]
+    gate.check(job, cache=tmp_path)
+    recall, asked = gate._recall, []
+
+    def not_yet(path):
+        asked.append(path)
+        return recall(path) if len(asked) > 1 else None
+
+    monkeypatch.setattr(gate, "_recall", not_yet)
+    (report,) = gate.check(job, cache=tmp_path)
+    assert report.cached
+
+
 def test_a_cache_that_cannot_be_written_is_said_once_and_nothing_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     jobs = [(OUTER, "sm_120"), (OUTER, "sm_90")]
