@@ -407,11 +407,12 @@ def variants(arch: str) -> list[Variant]:
 
 def rare_variants(arch: str) -> list[Variant]:
     """Return those that no decode step of one of four ranks launches."""
-    found = []
-    for tokens, *shape, quantize in _OTHERS:
-        found.append(_variant(arch, tokens, 1, *shape, quantize=quantize))
-    gates = [(tokens, (1, rows, *_GATES[2:])) for tokens, rows in _GATED]
-    found += [_variant(arch, tokens, *shape, limit=_LIMIT) for tokens, shape in gates]
+    found = [
+        _variant(arch, tokens, 1, rows, channels, dtype, x, out, normed, quantize=quantize)
+        for tokens, rows, channels, dtype, x, out, normed, quantize in _OTHERS
+    ]
+    for tokens, rows in _GATED:
+        found.append(_variant(arch, tokens, 1, rows, 4096, _FP8, "*bf16", "*bf16", False, limit=_LIMIT))
     found += [_variant(arch, tokens, *_DOWN, order=ASIDE) for tokens in (1, 64)]
     quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
     for channels, is_normed in [(1024, True), *quantised]:

@@ -43,7 +43,7 @@ _MATRICES: dict[str, Matrix] = {
     "shared expert, down": Matrix(4096, 512, _FP8),
     "head": Matrix(32320, 4096, _BF16, is_wide=True),
 }
-_NORMED = "q_b, index q"  # a norm goes in front, and keeps programs from sharing channels where tokens are few
+_NORMED = "q_b, index q"  # a norm goes in front, and keeps programs from sharing channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _limited(tile: Tile) -> Callable[[Variant], bool]:
 
 
 def _linear(read: str, matrix: Matrix, arch: str, tokens: int, variants: Sequence[Variant]) -> Count:
-    is_normed = read == _NORMED and tokens <= 16
+    is_normed = read == _NORMED
     matrix = dataclasses.replace(matrix, is_split=not is_normed)
     rows = matrix.rows * matrix.groups
     tile = table_tile(arch, tokens, rows=rows, channels=matrix.channels, unit=matrix.unit, is_whole=True)
