@@ -103,7 +103,7 @@ def test_linear_layers_that_run_at_once_share_no_counters():
 def compiled(tmp_path_factory):
     """Return the waits, launches and stores of a linear layer compiled in each order, as they follow in its code."""
     found = {}
-    shape = (1, 4096, 512, torch.float8_e4m3fn, "*bf16", "*bf16", False, False)
+    shape = (1, 1, 4096, 512, torch.float8_e4m3fn, "*bf16", "*bf16", False)
     for order in (LEAD, ASIDE):
         folder = tmp_path_factory.mktemp("dump")
         (report,) = gate.check([(gemm_decode._variant("sm_90", *shape, order=order), "sm_90")], cache=None, dump=folder)
