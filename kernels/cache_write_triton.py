@@ -13,6 +13,7 @@ would lead, and the token's row of keys becomes NaN instead: nothing may wait fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -377,20 +378,26 @@ _INDEX = ("index", "index_bias", "index_norm", "index_state", "keys", "key_scale
 _READY = ("index_q", "index_weight", "ready", "ready_weight")
 
 
+# Kind of layer, its ratio, rows of index keys.
+_KINDS: dict[str, tuple[int, str | None]] = {
+    "window": (0, None), "csa fp8": (4, "fp8_index"), "csa fp4": (4, "fp4_index"), "hca": (128, None),
+}  # fmt: skip
+_RARE = "csa fp4"  # with several tokens a sequence
+
+
 def variants(arch: str) -> list[Variant]:
-    """Return every compilation of cache_write and commit_window: packed rows of the model's head size."""
-    kinds: list[tuple[str, int, str | None]] = [
-        ("window", 0, None), ("csa fp8", 4, "fp8_index"), ("csa fp4", 4, "fp4_index"), ("hca", 128, None)
-    ]  # fmt: skip
-    return [
-        *(
-            _variant(name, ratio, index, tile, single)
-            for name, ratio, index in kinds
-            for single in (True, False)
-            for tile in tiles_of("cache_write", arch)
-        ),
-        _commit_variant(),
-    ]
+    """Return what is shipped of cache_write and commit_window: packed rows of the model's head size."""
+    several = [name for name in _KINDS if name != _RARE]
+    return [*_variants(arch, list(_KINDS), single=True), *_variants(arch, several, single=False), _commit_variant()]
+
+
+def rare_variants(arch: str) -> list[Variant]:
+    """Return those of several tokens a sequence with FP4 index keys."""
+    return _variants(arch, [_RARE], single=False)
+
+
+def _variants(arch: str, names: Sequence[str], *, single: bool) -> list[Variant]:
+    return [_variant(name, *_KINDS[name], tile, single) for name in names for tile in tiles_of("cache_write", arch)]
 
 
 def _variant(name: str, ratio: int, index: str | None, tile: Tile, single: bool) -> Variant:
