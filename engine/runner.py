@@ -36,6 +36,7 @@ from engine.model.config import ConfigError
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
+from engine.model.placement import move_to
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weights import load_weights
@@ -160,8 +161,9 @@ class ModelRunner:
                 keeps_packed=keeps,
                 progress=progress,
             )
-            tensors = {name: tensor.to(self.device) for name, tensor in loaded.tensors.items()}
-        self._model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
+            tensors = dict(loaded.tensors)
+        model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
+        self._model = move_to(self.device, model)
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
             self._grammars.warm()
         if self.config.role == "decode" and runs_decode_kernels(self.cache, self.device):

@@ -38,10 +38,11 @@ def synthetic_weights(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Return tensors by the names under which load_weights has them, on `device`, of a shard of the model.
+    """Return tensors by the names under which load_weights has them, of a shard of the model.
 
-    config: of the whole model.   dtype: of matrices that are not packed.   keeps_packed: as in load_weights.
-    The same seed on the same kind of device gives the same values.
+    config: of the whole model.   dtype: of matrices that are not packed.   device, keeps_packed: as in load_weights:
+    routed experts lie on the device, all else on the CPU, though all is drawn on the device. The same seed on the same
+    kind of device gives the same values.
     """
     say = progress or (lambda _: None)
     draw = torch.Generator(device).manual_seed(seed)
@@ -50,7 +51,8 @@ def synthetic_weights(
     for name, spec in tensor_specs(local, head_rows=shard.head_rows(config)).items():
         place = split_name(name)
         if place is None:
-            tensors |= _tensor(name, spec, local, draw, dtype=dtype, packs=keeps_packed)
+            drawn = _tensor(name, spec, local, draw, dtype=dtype, packs=keeps_packed)
+            tensors |= {key: tensor.cpu() for key, tensor in drawn.items()}
         elif place[1] == 0 and not name.endswith("w3.weight"):  # once for w1 with w3, once for w2
             tensors |= _experts(place[0], local, draw, dtype=dtype, packs=keeps_packed)
             if place[0].endswith("w2"):
@@ -73,7 +75,9 @@ def _tensor(
     if name != "embed.weight":
         values *= shape[1] ** -0.5
     if spec.kind == "float32":
-        return {name: values.to(torch.bfloat16).float() if name.endswith(_NARROW) else values}
+        if not name.endswith(_NARROW):
+            return {name: values}
+        return {name: values.to(torch.bfloat16) if packs else values.to(torch.bfloat16).float()}
     if name.endswith(_WIDE) or not packs:
         return {name: values.to(dtype)}
     scale = torch.full([math.ceil(size / BLOCK) for size in shape], _SCALE, device=device)
