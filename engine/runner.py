@@ -6,29 +6,27 @@ token each; there is no other difference.
 Failing closed: a sequence whose activations or logits are not finite is reported as failed and gets no token; its
 neighbours go on, since no operation mixes rows of different sequences.
 
-A step for which there is no memory has not happened. It runs again without its newest sequence, until it fits.
-
 Where decode kernels run, steps of one token a sequence are replayed graphs (decode_graphs.py): `launch` returns while
-they run, and the next may be launched behind them. All other steps have ended when `launch` returns.
+they run, and the next may be launched behind them. All other steps (eager_steps.py) have ended when
+`launch` returns.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.allocator_fault import AllocatorFault, is_out_of_memory
-from engine.batch import Batch, RunningSequences
+from engine.allocator_fault import is_out_of_memory
+from engine.batch import RunningSequences
 from engine.cache import KVCache
 from engine.config import EngineConfig
 from engine.decode_graphs import DecodeGraphs, LaunchedStep
+from engine.eager_steps import NOT_FINITE, EagerSteps, Outcome
 from engine.grammar import Grammars
 from engine.graph_sizes import graph_sizes
 from engine.model.attention import runs_decode_kernels
@@ -40,28 +38,14 @@ from engine.model.placement import move_to
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weights import load_weights
-from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
-from engine.rollback import Rollback
-from engine.sampler import Sampler, SamplingState
+from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
 from kv_transfer.checksum import units_checksum
 from router.protocol import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-_NOT_FINITE = "the hidden state is not finite: the cache or the weights hold NaN or infinite values"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class Outcome(NamedTuple):
-    """What a plan has brought, by the numbers of sequences and branches.
-
-    tokens: (seq, token id) of those that sampled.   failed: (seq, reason).   logprobs: of those that ask for them.
-    """
-
-    tokens: list[tuple[int, int]]
-    failed: list[tuple[int, str]]
-    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,7 +105,7 @@ class ModelRunner:
         )
         self.on_logits: Callable[[int, int, Tensor], None] | None = None
         self._corrupt: dict[int, str] = {}  # sequences whose cache is not what was sent
-        self._sampler = Sampler(self.model_config.vocab_size, self.device)
+        self._eager = EagerSteps(self.cache, self.sequences, vocab_size=self._shard.head_rows(self._whole_config))
         self._model: DeepSeekV4 | None = None
         self._graphs: DecodeGraphs | None = None
         self._ended: torch.cuda.Event | None = None  # of the last step that was collected
@@ -225,7 +209,8 @@ class ModelRunner:
         if self._graphs is not None:  # rows on the device know nothing of what runs here
             for step in steps:
                 self._graphs.leave(step.seq)
-        outcome = self._run_eagerly(model, steps, exhaust=plan.exhaust)
+        self._eager.on_logits = self.on_logits
+        outcome = self._eager.run(model, steps, exhaust=plan.exhaust)
         self.sequences.note(steps, dict(outcome.tokens), dict(outcome.failed))
         return Ticket(outcome._replace(failed=failed + outcome.failed))
 
@@ -249,7 +234,7 @@ class ModelRunner:
         for sequence, row in zip(step.sequences, step.rows, strict=True):
             token, is_finite = ends[row]
             if not is_finite:
-                failed.append((sequence.seq, _NOT_FINITE))
+                failed.append((sequence.seq, NOT_FINITE))
                 continue
             sequence.sampling.add(token)
             tokens.append((sequence.seq, token))
@@ -296,29 +281,6 @@ class ModelRunner:
             return Ticket(outcome)
         return Ticket(outcome, steps, graphs.launch(steps, [s for s in sequences if s.seq not in refused]))
 
-    def _run_eagerly(self, model: DeepSeekV4, steps: list[SequenceStep], *, exhaust: int) -> Outcome:
-        """Run steps of any shape, without the newest sequences if there is no memory for all."""
-        failed: list[tuple[int, str]] = []
-        fault: contextlib.AbstractContextManager[object] = (
-            AllocatorFault(exhaust) if exhaust else contextlib.nullcontext()
-        )
-        while steps:
-            rollback = Rollback(self.cache)
-            try:
-                with fault:
-                    outcome = self._step(model, steps, rollback)
-                return outcome._replace(failed=failed + outcome.failed)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                log.warning("no memory for a step of %d sequences, tried with one less: %s", len(steps), error)
-            # Not before here, where the error is gone, and with it the tensors that its frames held.
-            rollback.undo()
-            fault = contextlib.nullcontext()
-            steps = self.sequences.unpack(steps)
-            failed.append((steps.pop().seq, NO_MEMORY))
-        return Outcome([], failed)
-
     def _compare(self, start: SequenceStart) -> str:
         """Return what of a cache that came from elsewhere is not what was sent, "" if all is."""
         for group in self.cache.layout.groups:
@@ -337,62 +299,3 @@ class ModelRunner:
                 log.error("sequence %d, %ss %s: %s", start.seq, group.unit, units, problem)
                 return problem
         return ""
-
-    def _step(self, model: DeepSeekV4, steps: list[SequenceStep], rollback: Rollback) -> Outcome:
-        """Run steps, or raise what is_out_of_memory knows; see Rollback."""
-        batch = self.sequences.pack(steps, self.device)
-        rollback.keep(batch)
-        streams = model.forward(batch.token_ids, batch.ragged, self.cache)
-        is_finite = self._finite_sequences(streams, batch)
-        failed = [(seq, _NOT_FINITE) for seq, fine in zip(batch.seqs, is_finite, strict=True) if not fine]
-        outcome = self._sample(model, streams, batch, is_finite)
-        return outcome._replace(failed=failed + outcome.failed)
-
-    def _finite_sequences(self, streams: Tensor, batch: Batch) -> list[bool]:
-        bad = (~streams.isfinite().flatten(1).all(1)).long()
-        return [
-            n == 0
-            for n in torch.zeros(len(batch.seqs), dtype=torch.int64, device=bad.device)
-            .index_add_(0, batch.ragged.sequence, bad)
-            .tolist()
-        ]
-
-    def _sample(self, model: DeepSeekV4, streams: Tensor, batch: Batch, is_finite: list[bool]) -> Outcome:
-        """Draw the tokens of the sequences that sample, and of their branches."""
-        if not batch.sampled:
-            return Outcome([], [])
-        logits = model.logits(streams[batch.last_rows])
-        sound = logits.isfinite().all(1).tolist()
-        failed: list[tuple[int, str]] = []
-        rows: list[int] = []
-        ends: list[int] = []
-        drawn: list[tuple[int, SamplingState]] = []
-        for row, index in enumerate(batch.sampled):
-            seq, end = batch.seqs[index], sum(batch.ragged.spans[index])
-            if self.on_logits is not None:
-                self.on_logits(seq, end - 1, logits[row])
-            if not is_finite[index]:
-                continue
-            if not sound[row]:
-                failed.append((seq, f"the logits at position {end - 1} are not finite"))
-                continue
-            samplings = self.sequences[seq].samplings
-            rows += [row] * len(samplings)
-            ends += [end] * len(samplings)
-            drawn += samplings
-        if not drawn:
-            return Outcome([], failed)
-        choices = self._sampler.sample(
-            logits if rows == list(range(len(logits))) else logits[rows], [state for _, state in drawn], ends
-        )
-        tokens: list[tuple[int, int]] = []
-        logprobs: list[tuple[int, TokenLogprobs]] = []
-        for (seq, state), choice in zip(drawn, choices, strict=True):
-            if choice.error:
-                failed.append((seq, GUIDE_FAILED + choice.error))
-                continue
-            state.add(choice.token_id)
-            tokens.append((seq, choice.token_id))
-            if choice.logprobs is not None:
-                logprobs.append((seq, choice.logprobs))
-        return Outcome(tokens, failed, logprobs)
