@@ -26,10 +26,6 @@ from torch import Tensor
 
 from kernels.gemm import BLOCK, grouped_linear_reference, linear_reference
 from kernels.gemm_cut import (
-    FEW,
-    FEW_OP,
-    MANY_OP,
-    QUANTIZED_OP,
     Matrix,
     fit,
     is_few,
@@ -40,13 +36,13 @@ from kernels.gemm_cut import (
 from kernels.gemm_few_triton import few_kernel
 from kernels.gemm_held_triton import held_kernel
 from kernels.gemm_triton import many_kernel, norm_kernel, quantize_kernel
-from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, LEAD, Order
+from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order
 from kernels.moe import gated
 from kernels.norm_rope import rms_norm_reference
 from kernels.quant import dequantize_block_fp8, dequantize_e4m3, quantize_e4m3
 from kernels.scratch import zeros
-from kernels.tiles import Tile, Variant
-from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
+from kernels.tiles import Tile
+from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
 KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2}
 _COUNTERS = 1 << 14
@@ -162,11 +158,11 @@ def quantize_rows(x: Tensor, norm: Tensor | None = None, *, eps: float = 1e-6) -
     room = -(-tokens // _ROOM) * _ROOM
     scale = torch.empty((-(-channels // BLOCK), room), dtype=torch.float32, device=x.device)
     pdl, launch = _pdl(x.device)
-    groups = _groups(channels)
+    groups = blocks_of(channels)
     if tokens:
         quantize_kernel[(tokens,)](
             codes, scale, x, norm, x.stride(0), room, channels, eps, GROUPS=groups, PDL=pdl,
-            num_warps=_quantize_warps(groups), **launch,
+            num_warps=quantize_warps(groups), **launch,
         )  # fmt: skip
     return codes, scale.T[:tokens]
 
@@ -176,7 +172,7 @@ def _check_norm(x: Tensor, norm: Tensor | None) -> None:
         raise ValueError(f"norm {tuple(norm.shape)}, strides {norm.stride()}: wanted packed ({x.shape[1]},)")
 
 
-def _quantize_warps(groups: int) -> int:
+def quantize_warps(groups: int) -> int:
     """Return as many warps as give each lane 8 channels, one load of bfloat16: at most 16."""
     return max(1, min(16, groups // 2))
 
@@ -189,7 +185,7 @@ def _quantized(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tenso
     return dequantize_e4m3(codes, scale, BLOCK)[:, : flat.shape[1]].view(x.shape)
 
 
-def _groups(channels: int) -> int:
+def blocks_of(channels: int) -> int:
     return _power(-(-channels // BLOCK))
 
 
@@ -279,9 +275,7 @@ def _launch(
     fixed |= launch
     fixed |= {} if held else {"SHIFT": offset[1], "KIND": kind}
     if few:
-        registers = _register_limit(
-            tile, cut, is_wide=x.dtype == torch.float32, is_gated=limit is not None, order=taken
-        )
+        registers = register_limit(tile, cut, is_wide=x.dtype == torch.float32, is_gated=limit is not None, order=taken)
         most = {} if registers is None else {"maxnreg": registers}
         few_kernel[grid](
             out, x, weight.view(torch.int32) if kind == 0 else weight, scale, norm, part, counters, tokens,
@@ -319,7 +313,7 @@ def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool, is_gated: bool, order: int) -> int | None:
+def register_limit(tile: Tile, cut: dict[str, int], *, is_wide: bool, is_gated: bool, order: int) -> int | None:
     """Return the limit a thread, None for none.
 
     Programs that share channels are about as many as multiprocessors: nothing is spilled to make room for more. Gated
@@ -345,137 +339,3 @@ def _counters(device: torch.device, count: int, order: int = CHAIN) -> Tensor:
     if count > _COUNTERS:
         raise ValueError(f"{count} blocks of rows and tokens share channels: at most {_COUNTERS}")
     return zeros("linear_decode aside" if order == ASIDE else "linear_decode", device, _COUNTERS)
-
-
-# What the offline gate compiles: what a decode step launches, of one of four ranks of DeepSeek-V4-Flash.
-# groups, rows, channels, dtype of weights, of x, of the output, normed
-_FP8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
-_STEP: tuple[tuple[int, int, int, torch.dtype, str, str, bool], ...] = (
-    (1, 16384, 1024, _FP8, "*bf16", "*bf16", True),  # queries, the indexer's among them
-    (1, 8192, 1024, _FP8, "*bf16", "*bf16", True),
-    (1, 1536, 4096, _FP8, "*bf16", "*bf16", False),  # latent and values of layers without a compressor
-    (2, 1024, 4096, _FP8, "*bf16", "*bf16", False),
-    (1, 4096, 2048, _FP8, "*bf16", "*bf16", False),
-    (1, 32320, 4096, _BF16, "*fp32", "*fp32", False),
-)
-_TOKENS = (1, 16, 32, 64)  # cuts change behind them
-# Of the shared expert: gates and values lead above FEW tokens, up to which the gate's launch has them; what follows
-# leads the routed experts' first product.
-_GATES, _DOWN = (1, 1024, 4096, _FP8, "*bf16", "*bf16", False), (1, 4096, 512, _FP8, "*bf16", "*bf16", False)
-_LIMIT = 10.0
-
-# What a long test compiles: on other numbers of ranks, in prefills, in the chain, alone, with e4m3 activations.
-# tokens, rows, channels, dtype of weights, of x, of the output, normed, quantised
-_OTHERS: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
-    *(
-        (tokens, 4096, channels, _FP8, "*bf16", "*bf16", False, False)
-        for tokens in (1, 64)
-        for channels in (4096, 8192)
-    ),
-    *((tokens, 4096, 512, _FP8, "*bf16", "*bf16", False, False) for tokens in _TOKENS),
-    *((tokens, 2624, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (*_TOKENS, 256)),
-    *((tokens, 1024, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (1, 64)),
-    (1, 8192, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (1, 256, 4096, _BF16, "*bf16", "*fp32", False, False),
-    (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
-    (16, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
-    *((64, rows, 1024, _FP8, "*bf16", "*bf16", True, False) for rows in (24576, 32768)),
-    *((tokens, 8192, 1024, _FP8, "*bf16", "*bf16", True, False) for tokens in (256, 512)),
-    *((tokens, 8192, 1024, _FP8, "*bf16", "*bf16", True, True) for tokens in (32, 64)),
-    *((64, rows, 1024, _FP8, "*bf16", "*bf16", True, True) for rows in (16384, 32768)),
-    *((64, 4096, channels, _FP8, "*bf16", "*bf16", False, True) for channels in (512, 2048, 4096, 8192)),
-    *((32, 4096, channels, _FP8, "*bf16", "*bf16", False, True) for channels in (512, 2048)),
-    (64, 1536, 4096, _FP8, "*bf16", "*bf16", False, True),
-    (32, 1024, 4096, _FP8, "*bf16", "*bf16", False, True),
-    (4096, 4096, 2048, _FP8, "*bf16", "*bf16", False, True),
-)
-# tokens and rows of e4m3 gates and values of 4096 channels
-_GATED = ((1, 1024), (1, 2048), (1, 4096), (16, 1024), (32, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024))
-_UNALIGNED = ("tokens", "pieces", "row_shift", "splits")
-
-
-def variants(arch: str) -> list[Variant]:
-    """Return the compilations that are shipped for `arch`, for the offline gate."""
-    found = [_variant(arch, tokens, *shape) for tokens in _TOKENS for shape in _STEP]
-    found += [_variant(arch, tokens, *_DOWN, order=LEAD) for tokens in _TOKENS]
-    found += [_variant(arch, tokens, *_GATES, limit=_LIMIT, order=LEAD) for tokens in _TOKENS if tokens > FEW]
-    signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "gamma_ptr": "*bf16", "x_stride": "i32", "channels": "i32"}
-    fixed = {"BLOCK": 1024, "PDL": True}
-    found.append(Variant("linear_norm", norm_kernel, signature | {"eps": "fp32"}, fixed, 8, 3, tensor_ops=()))
-    return list(_distinct(found).values())
-
-
-def rare_variants(arch: str) -> list[Variant]:
-    """Return those that no decode step of one of four ranks launches."""
-    found = [
-        _variant(arch, tokens, 1, rows, channels, dtype, x, out, normed, quantize=quantize)
-        for tokens, rows, channels, dtype, x, out, normed, quantize in _OTHERS
-    ]
-    for tokens, rows in _GATED:
-        found.append(_variant(arch, tokens, 1, rows, 4096, _FP8, "*bf16", "*bf16", False, limit=_LIMIT))
-    found += [_variant(arch, tokens, *_DOWN, order=ASIDE) for tokens in (1, 64)]
-    quantised = [(channels, False) for channels in (512, 1024, 2048, 4096, 8192)]
-    for channels, is_normed in [(1024, True), *quantised]:
-        groups = _groups(channels)
-        signature = {"codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16", "gamma_ptr": "*bf16"}
-        signature |= {"x_stride": "i32", "scale_stride": "i32", "channels": "i32", "eps": "fp32"}
-        fixed: dict[str, Any] = {"GROUPS": groups, "PDL": True}
-        if not is_normed:
-            del signature["gamma_ptr"]
-            fixed["gamma_ptr"] = None
-        warps = _quantize_warps(groups)
-        found.append(Variant("linear_quantize", quantize_kernel, signature, fixed, warps, 3, tensor_ops=()))
-    shipped = {_identity(variant) for variant in variants(arch)}
-    return [variant for name, variant in _distinct(found).items() if name not in shipped]
-
-
-def _distinct(found: Sequence[Variant]) -> dict[str, Variant]:
-    """Return variants by what makes them, each once."""
-    return {_identity(variant): variant for variant in reversed(found)}
-
-
-def _identity(variant: Variant) -> str:
-    return repr((variant.kernel, variant.signature, variant.constants, variant.num_warps, variant.maxnreg))
-
-
-def _variant(
-    arch: str, tokens: int, groups: int, rows: int, channels: int, dtype: torch.dtype, x: str, out: str,
-    normed: bool, *, quantize: bool = False, limit: float | None = None, order: int = CHAIN,
-) -> Variant:  # fmt: skip
-    unit = torch.empty((), dtype=dtype).element_size()
-    tile = table_tile(arch, tokens, rows=groups * rows, channels=channels, unit=unit, is_whole=True, quantize=quantize)
-    few, held = is_few(tile), is_held(tile)
-    kernel: Any = few_kernel if few else held_kernel if held else many_kernel
-    matrix = Matrix(
-        rows, channels, unit, groups, quantize or not normed, x == "*fp32" and not quantize, is_gated=limit is not None
-    )  # fmt: skip
-    cut = fit(tile, tokens, matrix, sms=MULTIPROCESSORS[arch])
-    is_split = cut.pop("SPLIT") > 1
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
-        ("scale_ptr", "x_scale_ptr", "part_ptr"), "*fp32"
-    )
-    signature |= {"out_ptr": out, "x_ptr": "*fp8e4nv" if quantize else x, "counter_ptr": "*i32", "eps": "fp32"}
-    signature |= {"w_ptr": {0: "*i32" if few else "*fp8e4nv", 1: "*bf16", 2: "*fp32"}[KINDS[dtype]]}
-    signature |= {"gamma_ptr": "*bf16" if few else "*i32"}
-    absent = [] if KINDS[dtype] == 0 else ["scale_ptr"]
-    absent += [] if is_split else ["part_ptr", "counter_ptr"]
-    is_folded = few or bool(tile.constants.get("FOLD") and cut["EVEN"] and x == "*bf16")
-    absent += [] if normed and is_folded and not quantize else ["gamma_ptr"]
-    absent += [] if quantize else ["x_scale_ptr"]
-    fixed: dict[str, Any] = {"LIMIT": limit, "ORDER": order, "PDL": True, **cut}
-    fixed |= dict.fromkeys(name for name in absent if name in kernel.arg_names)
-    fixed |= {} if held else {"SHIFT": 0, "KIND": KINDS[dtype]}
-    fixed |= {} if few or held else {"STAGES": tile.num_stages if quantize else None}
-    return Variant(
-        QUANTIZED_OP if quantize else FEW_OP if few else MANY_OP,
-        kernel,
-        {name: signature[name] for name in kernel.arg_names if name not in fixed},
-        fixed,
-        cut["KS"] * cut["RS"] if few else tile.num_warps,
-        tile.num_stages,
-        tensor_ops=("QMMA",) if quantize else ("HMMA",),
-        unaligned=[name for name in _UNALIGNED if name in kernel.arg_names],
-        maxnreg=_register_limit(tile, cut, is_wide=x == "*fp32", is_gated=limit is not None, order=order)
-        if few
-        else None,
-    )

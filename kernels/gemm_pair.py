@@ -42,7 +42,7 @@ class _Cut:
 
     @property
     def registers(self) -> int | None:
-        """The limit a thread, None for none; see gemm_decode._register_limit."""
+        """The limit a thread, None for none; see gemm_decode.register_limit."""
         shares = max(self.constants["SHARES_A"], self.constants["SHARES_B"])
         return (self.tile.constants["REGISTERS"] or (128 if shares > 1 else None)) if self.is_few else None
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import triton
 
-from kernels import gemm_decode, hyper_connection_variants, indexer_decode, moe_decode, sparse_attention_decode
+from kernels import gemm_variants, hyper_connection_variants, indexer_decode, moe_decode, sparse_attention_decode
 from kernels.bench import current_commit
 from kernels.check import cache_folder, check
 from kernels.gemm_cut import Matrix, fit, is_few, table_tile
@@ -74,7 +74,7 @@ class Count:
 def counts(arch: str) -> list[Count]:
     """Return what is to be compiled for `arch`. Raises LookupError for a kernel that the gate does not compile."""
     found = []
-    linears = gemm_decode.variants(arch) + gemm_decode.rare_variants(arch)  # those of a pair, too, each alone
+    linears = gemm_variants.variants(arch) + gemm_variants.rare_variants(arch)  # those of a pair, too, each alone
     attention = sparse_attention_decode.variants(arch)
     spreads, experts = hyper_connection_variants.variants(arch), moe_decode.variants(arch)
     indexer = indexer_decode.variants(arch)

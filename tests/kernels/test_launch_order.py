@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import check as gate
-from kernels import gemm_decode
+from kernels import gemm_decode, gemm_variants
 from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, LEAD, Pair
 
 CPU = torch.device("cpu")
@@ -106,7 +106,9 @@ def compiled(tmp_path_factory):
     shape = (1, 1, 4096, 512, torch.float8_e4m3fn, "*bf16", "*bf16", False)
     for order in (LEAD, ASIDE):
         folder = tmp_path_factory.mktemp("dump")
-        (report,) = gate.check([(gemm_decode._variant("sm_90", *shape, order=order), "sm_90")], cache=None, dump=folder)
+        (report,) = gate.check(
+            [(gemm_variants.linear_variant("sm_90", *shape, order=order), "sm_90")], cache=None, dump=folder
+        )
         assert report.faults == ()
         (path,) = folder.glob("*.sass")
         found[order] = re.findall(r"\b(ACQBULK|PREEXIT|STG)\b", path.read_text())
