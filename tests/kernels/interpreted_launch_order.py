@@ -180,12 +180,12 @@ def test_of_many_tokens_the_gate_is_aside_of_the_layer_beside_it(taken):
     assert torch.equal(opened, layer.run())
 
 
-def test_what_is_added_to_experts_is_made_aside_of_their_first_product(taken, monkeypatch):
-    case, made = moe_cases.make_case(1, top_k=1), gemm_cases.make_case(1, 64, 64)
-    routing, tile, last_product = case.expect_routing(), moe_cases.make_tile(), moe_decode.last_product
-    before_last = []
-    monkeypatch.setattr(moe_decode, "last_product", lambda *a, **k: before_last.extend(taken) or last_product(*a, **k))
+def test_the_experts_first_product_is_aside_of_what_is_added_to_them(taken):
+    case, made, pair = moe_cases.make_case(1, top_k=1), gemm_cases.make_case(1, 64, 64), Pair()
+    tile, routing = moe_cases.make_tile(), case.expect_routing()
     given = {"limit": case.limit, "tiles": (tile, tile)}
-    parts = moe_decode.expert_parts(routing, case.w13, case.w2, add=lambda order: made.run(order=order), **given)
-    assert before_last == taken == [LEAD, ASIDE]
+    add = made.run(order=pair.lead)
+    parts = moe_decode.expert_parts(routing, case.w13, case.w2, add=add, order=pair.aside, **given)
+    assert taken == [LEAD, ASIDE]
     assert torch.equal(parts.add, made.run())
+    assert torch.equal(parts.parts, moe_decode.expert_parts(routing, case.w13, case.w2, **given).parts)
