@@ -29,6 +29,7 @@ from engine.cache import KVCache
 from engine.decode_rows import DecodeRows
 from engine.device_sampler import Chooser, DeviceSampler, pinned
 from engine.grammar import GrammarError
+from engine.graph_sizes import graph_size
 from engine.model.layers import Rotations
 from engine.model.model import DeepSeekV4
 from engine.plan import PREVIOUS, SequenceStep
@@ -114,12 +115,11 @@ class DecodeGraphs:
 
     def size_of(self, rows: int) -> int:
         """Return the smallest size of at least `rows`. Raises ValueError beyond the largest: too many were admitted."""
-        for size in self.sizes:
-            if rows <= size:
-                return size
-        raise RuntimeError(
-            f"a decode step of {rows} rows: graphs end at {self.sizes[-1]}; the leader admitted too many"
-        )
+        return graph_size(self.sizes, rows)
+
+    def holds(self, seq: int) -> bool:
+        """A sequence has a row, on which its last token lies."""
+        return seq in self._choosers
 
     # ------------------------------------------------------------ capture
 

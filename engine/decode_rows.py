@@ -12,7 +12,6 @@ import heapq
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels.step import IS_ACTIVE, LAST_SAMPLED, POSITION, SLOT, TOKEN
 
@@ -29,9 +28,6 @@ class DecodeRows:
 
     def __getitem__(self, seq: int) -> int:
         return self._row[seq]
-
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._row
 
     def take(self, seq: int) -> int:
         """Give a sequence the lowest free row. Raises RuntimeError if there is none: more run than were planned for."""
@@ -73,6 +69,3 @@ class DecodeRows:
         active = self.values[:, IS_ACTIVE] != 0
         self.values[active, POSITION] += 1
         self.values[active, TOKEN] = LAST_SAMPLED
-
-    def copy(self) -> NDArray[np.int32]:
-        return self.values.copy()

@@ -200,7 +200,8 @@ class ModelRunner:
             if start.checksums and (problem := self._compare(start)):
                 self._corrupt[start.seq] = problem
         steps, failed = self._sort_out(plan)
-        self.sequences.note([s for s in plan.steps if s not in steps], {}, dict(failed))
+        problems = dict(failed)
+        self.sequences.note([s for s in plan.steps if s.seq in problems], {}, problems)
         if not steps:
             return Ticket(Outcome([], failed))
         model = self.model
@@ -271,6 +272,9 @@ class ModelRunner:
         return len(step.token_ids) == 1 and step.sample and not self.sequences[step.seq].branches
 
     def _launch_graph(self, graphs: DecodeGraphs, steps: list[SequenceStep], failed: list[tuple[int, str]]) -> Ticket:
+        for step in steps:
+            if not graphs.holds(step.seq):
+                self.sequences.tokens_of(step)  # a row that is new has no token of an earlier step, but somebody else's
         sequences = self.sequences.take(steps)
         graphs.on_logits = self.on_logits
         refused = {s.seq: GUIDE_FAILED + reason for s, reason in graphs.admit(sequences)}

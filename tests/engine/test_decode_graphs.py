@@ -11,6 +11,7 @@ import torch
 
 import engine.model.attention
 import engine.runner
+from engine.batch import PlanError
 from engine.config import EngineConfig
 from engine.model.config import ConfigError
 from engine.plan import PREVIOUS, SequenceStart, SequenceStep, StepPlan
@@ -187,3 +188,11 @@ def test_experts_that_are_not_packed_are_refused_where_steps_must_be_captured(ma
     runner.device = torch.device("cuda")
     with pytest.raises(ConfigError, match=r"experts of 1 layers \(layer 1 first\) are not packed"):
         runner.capture()
+
+
+def test_a_first_step_that_relies_on_one_before_is_a_plan_that_contradicts_itself(make_runner):
+    """Its row still holds the token of whoever had it last."""
+    runner = make_runner(has_graphs=True)
+    runner.run(StepPlan(number=1, starts=[start(1)], steps=[first(1)]))
+    with pytest.raises(PlanError, match="has drawn none"):
+        runner.launch(StepPlan(number=2, ends=[1], starts=[start(2)], steps=[step(2, 0)]))
