@@ -106,6 +106,9 @@ def make_case(
         shape = (-(-(offset[0] + total) // 128), -(-(offset[1] + channels) // 128))
         scale = 0.01 + torch.rand(shape, generator=draw, device=device) / 10
     weight = weight.to(dtype)
+    if limit is not None:  # sums of its size: beyond it a gate multiplies the rounding of what it is given
+        size = limit / 2 / math.sqrt(channels) / (1 if scale is None else 40 * 0.06)
+        weight, scale = (weight * size, None) if scale is None else (weight, scale * size)
     norm = None
     if normed:
         norm = (0.5 + torch.rand(channels, generator=draw, device=device)).to(torch.bfloat16)
