@@ -9,7 +9,8 @@ import logging
 import select
 from typing import Any
 
-from kv_transfer.host_copy import Copier, Copy, CopyError
+from kv_transfer.host_copy import Copier, Copy
+from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     MAX_PIECES,
     Emptied,
@@ -42,9 +43,11 @@ class HostTransfer:
     num_pieces: int
     status: TransferStatus = TransferStatus.PENDING
     error: str = ""
+    num_fills: int = 0
 
     def take(self, room: int) -> list[tuple[int, int, int, int]]:
         """Take as much off `rest` as fits into `room` bytes and one message, splitting a piece at the end."""
+        self.num_fills += 1
         taken: list[tuple[int, int, int, int]] = []
         while room and self.rest and len(taken) < MAX_PIECES:
             pool, source, target, size = self.rest.pop()
@@ -198,7 +201,8 @@ class HostPeer:
 
     def _fill_one(self, staging: Staging, transfer: HostTransfer) -> None:
         buffer = self._free.pop()
-        taken = transfer.take(staging.buffer_bytes)
+        # The peer starts with what is full first: a quarter, then a half, so that it begins early and never waits.
+        taken = transfer.take(max(staging.buffer_bytes >> max(2 - transfer.num_fills, 0), 1))
         copies: list[Copy] = []
         position = staging.address(buffer)
         for _, source, _, size in taken:

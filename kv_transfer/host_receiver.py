@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_transfer import host_staging
-from kv_transfer.host_copy import Copier, Copy, CopyError
+from kv_transfer.host_copy import Copier, Copy
+from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     Emptied,
     Fill,
@@ -164,7 +165,7 @@ class HostReceiver:
                 self._accept()
             for writer in [writer for writer in self.writers if writer.link.fileno() in ready]:
                 self._hear(writer)
-            if not ready and self._emptying:
+            if not ready and len(self._emptying) > 1:  # behind the last one comes nothing unless it is heard in time
                 self._copier.wait(self._emptying[0].ticket)
             self._finish()
             for writer in [writer for writer in self.writers if writer.is_gone and not writer.busy]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.host_copy import Copy, CopyError, DramCopier
+from kv_transfer.host_copy import Copy, DramCopier
+from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     Fill,
     HangUp,
