@@ -101,7 +101,8 @@ def measure(name: str, *, seconds: float, layers: int, device: str) -> dict[str,
         "measured": {part.name: part.num_bytes for part in corrected.parts},
         "planned_bytes": sum(planned.values()), "used_bytes": used, "peak_bytes": measured.device_bytes - min(held),
         "device_bytes": measured.device_bytes, "blocks": plan.num_blocks, "tokens": plan.num_blocks * config.block_size,
-        "grown_bytes": held[0] - held[1], "context": begin + steps, "steps": steps, "seconds": seconds, "failed": failed[:4], "num_failed": len(failed),
+        "grown_bytes": held[0] - held[1],
+        "context": begin + steps, "steps": steps, "seconds": seconds, "failed": failed[:4], "num_failed": len(failed),
         "graph_nodes": {str(size): nodes for size, nodes in measured.graph_nodes.items()},
     }  # fmt: skip
 
