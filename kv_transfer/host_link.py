@@ -44,6 +44,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error: str
 
 
+class Coming(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A write has begun: its first buffer will be full in a moment, sooner than a thread is woken."""
+
+
 class Fill(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A buffer holds pieces of write `number`, end to end. pieces: see pack_pieces.
 
@@ -72,7 +76,7 @@ class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: bytes
 
 
-Message = Hello | Welcome | Refused | Fill | Emptied | Word
+Message = Hello | Welcome | Refused | Coming | Fill | Emptied | Word
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

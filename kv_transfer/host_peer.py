@@ -13,6 +13,7 @@ from kv_transfer.host_copy import Copier, Copy
 from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     MAX_PIECES,
+    Coming,
     Emptied,
     Fill,
     HangUp,
@@ -94,6 +95,12 @@ class HostPeer:
     def greet(self, agent: str, life: bytes) -> None:
         """Say who writes, and whom it means. Raises LinkError."""
         self.link.send(Hello(agent, life))
+
+    def announce(self) -> None:
+        """Have the peer's thread awake by the time that a write's first buffer is full."""
+        with contextlib.suppress(LinkError):  # the write itself will meet it
+            if self.is_welcome and not self.error:
+                self.link.send(Coming())
 
     def add(self, transfer: HostTransfer) -> None:
         """Start a write and copy as much as there is room for."""

@@ -25,6 +25,7 @@ from kv_transfer import host_staging
 from kv_transfer.host_copy import Copier, Copy
 from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
+    Coming,
     Emptied,
     Fill,
     Hello,
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _MESSAGES_A_ROUND = 16
 _MAX_STRANGERS = 16
 _ACCEPT_NAP_S = 0.01
+_AWAKE_S = 500e-6  # at most, for a buffer that was said to come
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -104,6 +106,7 @@ class HostReceiver:
             raise
         self._wake = os.eventfd(0)
         self._is_closed = False
+        self._awake_until = 0.0
         self._poll = select.poll()
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, args=(make_copier, started), name="host lane", daemon=True)
@@ -158,7 +161,8 @@ class HostReceiver:
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(self._listener, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in self._poll.poll(0 if self._emptying else None)}
+            is_awake = self._emptying or time.monotonic() < self._awake_until
+            ready = {fd for fd, _ in self._poll.poll(0 if is_awake else None)}
             if self._wake in ready:
                 return
             if self._listener.fileno() in ready:
@@ -201,7 +205,10 @@ class HostReceiver:
         match message:
             case Hello() if writer.staging is None:
                 self._greet(writer, message)
+            case Coming() if writer.staging is not None:
+                self._awake_until = time.monotonic() + _AWAKE_S
             case Fill() if writer.staging is not None:
+                self._awake_until = 0.0
                 self._empty(writer, writer.staging, message)
             case Word() if writer.staging is not None:
                 self._arrived.append((writer.agent, message.message))

@@ -3,6 +3,7 @@
     writer (in write, check)                      receiver (on a thread of its own)
     Hello: its name, the receiver's life  ---->
                                  <------------    Welcome, and the staging memory: a few buffers
+    Coming                       ------------>    stays awake for it
     copies pieces into a free buffer
     Fill: what lies in it        ------------>    checks every piece, copies it to its place in the pools
                                  <------------    Emptied: the buffer is free again; with the last: all is in place
@@ -171,6 +172,8 @@ class HostTransport:
                 self.notify(agent, notification)
             transfer.status = TransferStatus.DONE
             return transfer
+        if self._memory == "VRAM":
+            peer.announce()
         sources = resolve(plan, self._own(), peer.endpoint).source.tolist()
         index = {pool.name: number for number, pool in enumerate(peer.endpoint.pools)}
         for piece, source in zip(reversed(plan.pieces), reversed(sources), strict=True):

@@ -329,6 +329,8 @@ class NixlTransport:
         if fresh := tables[peer.lane_mark :]:
             return fresh[-1].lane
         lanes = {table.lane for table in tables}
+        if len(lanes) != 1:
+            logger.warning("the lane to %s is one of %s", peer.endpoint.agent, tables)
         return lanes.pop() if len(lanes) == 1 else "unknown"
 
     def _remove_predecessors(self, peer: Endpoint) -> None:
