@@ -70,19 +70,20 @@ def launches(request, monkeypatch):
         seen.append({"kernel": kernel, "types": types, "constants": constants, "aligned": aligned, "options": options})
 
     monkeypatch.setattr(JITFunction, "run", record)
-    monkeypatch.setattr(gemm_large, "_multiply", lambda *given: None)  # a library's, and long
     monkeypatch.setattr(triton_env, "INTERPRETED", True)  # CPU tensors take the kernel
     monkeypatch.setattr(triton_env, "_INTERPRETED_ARCH", arch)
     return arch, seen
 
 
 @pytest.mark.parametrize("bench", collect("benches"), ids=lambda one: f"{one.op} {one.shape}")
-def test_every_launch_of_a_bench_is_a_shipped_variant(bench, launches):
+def test_every_launch_of_a_bench_is_a_shipped_variant(bench, launches, monkeypatch):
     arch, seen = launches
+    products = []  # a library's, which would take long here
+    monkeypatch.setattr(gemm_large, "_multiply", lambda *given: products.append(given))
     launch = bench.make(torch.device("cpu"), 0)
     seen.clear()  # what prepares the inputs is not dispatched in a step
     launch()
-    assert seen, f"{bench.op} launched no kernel"
+    assert seen or products, f"{bench.op} launched no kernel"
     for one in seen:
         close = [mismatch(v, one) for v in compiled(arch) if v.kernel is one["kernel"]]
         name = one["kernel"].fn.__name__
