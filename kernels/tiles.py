@@ -133,6 +133,11 @@ def _held(rows: int, columns: int, steps: int, *, warps: int = 8, split: int = 4
     return Tile(constants | {"RESIDENT": 1, "LEAST": least}, num_warps=warps, upto=upto)
 
 
+def _dequantize(rows: int, blocks: int, *, warps: int = 4) -> Tile:
+    """A tile of weights that are widened: rows, and scales along each."""
+    return Tile({"BLOCK_R": rows, "BLOCKS": blocks}, num_warps=warps)
+
+
 def _spread(warps: int, spans: int, **upto: int) -> Tile:
     return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
 
@@ -205,6 +210,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=3, split=1),
         ),
     },
+    "linear_dequantize": {"sm_120": (_dequantize(8, 4),), "sm_90": (_dequantize(8, 4),)},
     # Two matrices in one launch: programs of both find room at once, two on a multiprocessor.
     "linear_pair_few": {
         "sm_120": (_few(8, registers=128, tokens=8), _few(4, registers=168)),
