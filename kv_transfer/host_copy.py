@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 from kv_transfer.host_driver import CopyError, Driver
+from kv_transfer.host_pieces import Copies
 from kv_transfer.host_staging import Staging
-
-Copy = tuple[int, int, int]
-"""Target address, source address, bytes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,7 +30,7 @@ class Copier(Protocol):
     def dismiss(self, staging: Staging) -> None:
         """Undo `admit`; no copy may be under way."""
 
-    def start(self, copies: Iterable[Copy]) -> Any:
+    def start(self, copies: Copies) -> Any:
         """Start copies and return a ticket for all of them. They are done in the order of the tickets.
 
         Raises CopyError; then none is under way.
@@ -63,8 +60,8 @@ class DramCopier:
     def dismiss(self, staging: Staging) -> None:
         pass
 
-    def start(self, copies: Iterable[Copy]) -> None:
-        for target, source, size in copies:
+    def start(self, copies: Copies) -> None:
+        for target, source, size in copies.rows():
             self._copy(target, source, size)
 
     def is_done(self, ticket: None) -> bool:
@@ -106,11 +103,11 @@ class VramCopier:
     def dismiss(self, staging: Staging) -> None:
         self._cuda.cudart().cudaHostUnregister(staging.address(0))
 
-    def start(self, copies: Iterable[Copy]) -> VramTicket:
-        stream, pieces = self._stream.cuda_stream, list(copies)
+    def start(self, copies: Copies) -> VramTicket:
+        stream = self._stream.cuda_stream
         try:
             event = self._events.pop() if self._events else self._driver.event()
-            self._driver.copy(pieces, stream)
+            self._driver.copy(copies, stream)
             self._driver.record(event, stream)
         except CopyError:
             self._settle()

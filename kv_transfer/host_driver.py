@@ -7,8 +7,9 @@ library, loaded as ctypes.PyDLL and as ctypes.CDLL. A device's context must be t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
+
+from kv_transfer.host_pieces import Copies
 
 _NOT_READY, _NOT_SUPPORTED = 600, 801
 _NO_TIMING = 2
@@ -47,19 +48,17 @@ class Driver:
             self._more = (ctypes.byref(ctypes.c_size_t()),)
         self._attributes, self._first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
 
-    def copy(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Start copies (target address, source address, bytes). After a failure some may be under way."""
-        if len(pieces) > 1 and self._batch is not None:
-            targets, sources = ((ctypes.c_uint64 * len(pieces))(*(piece[i] for piece in pieces)) for i in (0, 1))
-            sizes = (ctypes.c_size_t * len(pieces))(*(piece[2] for piece in pieces))
+    def copy(self, copies: Copies, stream: int) -> None:
+        """Start copies. After a failure some may be under way."""
+        count = len(copies.sizes)
+        if count > 1 and self._batch is not None:
+            arrays = [ctypes.c_void_p(array.ctypes.data) for array in copies]
             described = (ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1), *self._more)
-            code = self._batch(
-                targets, sources, sizes, ctypes.c_size_t(len(pieces)), *described, ctypes.c_void_p(stream)
-            )
+            code = self._batch(*arrays, ctypes.c_size_t(count), *described, ctypes.c_void_p(stream))
             if code != _NOT_SUPPORTED:
-                return _check(code, f"{len(pieces)} copies")
+                return _check(code, f"{count} copies")
             self._batch = None
-        for target, source, size in pieces:
+        for target, source, size in copies.rows():
             _check(self._single(target, source, size, stream), f"copy of {size} bytes")
 
     def event(self) -> int:

@@ -21,8 +21,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kv_transfer import host_staging
-from kv_transfer.host_copy import Copier, Copy
+from kv_transfer.host_copy import Copier
 from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     Coming,
@@ -37,6 +39,7 @@ from kv_transfer.host_link import (
     Word,
     unpack_pieces,
 )
+from kv_transfer.host_pieces import Copies, copies_out
 from kv_transfer.host_staging import Staging
 from kv_transfer.landing import PoolAddress
 from kv_transfer.ranges import pool_bytes
@@ -91,7 +94,9 @@ class HostReceiver:
         self.writers: list[_Writer] = []
         self.failure = ""
         self._life = life
-        self._pools = [(pool.name, pool.base, pool_bytes(pool)) for pool in pools]
+        self._pools = pools
+        self._bases = np.array([pool.base for pool in pools], np.uint64)
+        self._held = np.array([pool_bytes(pool) for pool in pools], np.int64)
         self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
         self._arrived: collections.deque[tuple[str, bytes]] = collections.deque()
         self._emptying: collections.deque[_Emptying] = collections.deque()
@@ -253,10 +258,10 @@ class HostReceiver:
         if fill.number == writer.refused:
             self._say(writer, Emptied(fill.buffer, fill.number, is_end=False))
             return
-        copies, error = self._copies(fill, staging)
-        if error:
+        copies = self._copies(fill, staging)
+        if isinstance(copies, str):
             writer.refused = fill.number
-            self._say(writer, Emptied(fill.buffer, fill.number, is_end=True, error=error))
+            self._say(writer, Emptied(fill.buffer, fill.number, is_end=True, error=copies))
             return
         # Held first, and looked at then: once its connection has ended a writer believes what it finds held, or not.
         staging.hold(fill.buffer)
@@ -266,22 +271,22 @@ class HostReceiver:
         writer.busy.add(fill.buffer)
         self._emptying.append(_Emptying(writer, fill, self._copier.start(copies)))
 
-    def _copies(self, fill: Fill, staging: Staging) -> tuple[list[Copy], str]:
+    def _copies(self, fill: Fill, staging: Staging) -> Copies | str:
         """Return the copies that empty a buffer, or why there must be none."""
-        copies: list[Copy] = []
-        source = staging.address(fill.buffer)
-        end = source + staging.buffer_bytes
-        for index, offset, size in unpack_pieces(fill.pieces):
-            if not 0 <= index < len(self._pools):
-                return [], f"there is no pool {index}, only {len(self._pools)}"
-            name, base, held = self._pools[index]
-            if size <= 0 or offset < 0 or offset + size > held:
-                return [], f"bytes {offset}..{offset + size} of pool {name!r}: the pool has {held} bytes"
-            if source + size > end:
-                return [], f"pieces of more than the {staging.buffer_bytes} bytes of their buffer"
-            copies.append((base + offset, source, size))
-            source += size
-        return copies, ""
+        table = unpack_pieces(fill.pieces)
+        index, offset, size = table.T
+        unknown = (index < 0) | (index >= len(self._pools))
+        if unknown.any():
+            return f"there is no pool {index[unknown][0]}, only {len(self._pools)}"
+        held = self._held[index]
+        outside = (size <= 0) | (offset < 0) | (size > held) | (offset > held - size)  # no sum: it could overflow
+        if outside.any():
+            number, begin, length = table[outside][0].tolist()
+            pool = self._pools[number]
+            return f"bytes {begin}..{begin + length} of pool {pool.name!r}: the pool has {pool_bytes(pool)} bytes"
+        if int(size.sum()) > staging.buffer_bytes:
+            return f"pieces of more than the {staging.buffer_bytes} bytes of their buffer"
+        return copies_out(staging.address(fill.buffer), table, self._bases)
 
     def _finish(self) -> None:
         """Free the buffers that are empty by now; deliver what belongs to writes that are in place."""

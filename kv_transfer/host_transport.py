@@ -31,10 +31,12 @@ import weakref
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from kv_transfer.host_copy import Copier, make_copier
 from kv_transfer.host_link import MAX_NOTIFICATION_BYTES, Link, LinkError, Word
 from kv_transfer.host_peer import HostPeer, HostTransfer
+from kv_transfer.host_pieces import Rest
 from kv_transfer.host_receiver import HostReceiver
 from kv_transfer.landing import Endpoint, PoolAddress
 from kv_transfer.locality import host_id, is_same_host
@@ -165,19 +167,18 @@ class HostTransport:
         """Copy as much of the plan as the peer has room for; `check` goes on. See KvTransport."""
         peer = self._peer(agent)
         _check_length(notification)
-        rest: list[tuple[int, int, int, int]] = []
+        if plan.pieces and self._memory == "VRAM":
+            peer.announce()
+        sources = resolve(plan, self._own(), peer.endpoint).source.copy()
+        index = {pool.name: number for number, pool in enumerate(peer.endpoint.pools)}
+        rows = [(index[piece.pool], piece.target, piece.num_bytes) for piece in plan.pieces]
+        rest = Rest(np.array(rows, np.int64).reshape(-1, 3), sources)
         transfer = HostTransfer(peer, next(self._numbers), rest, notification, plan.num_bytes, len(plan.pieces))
         if not plan.pieces:
             if notification:
                 self.notify(agent, notification)
             transfer.status = TransferStatus.DONE
             return transfer
-        if self._memory == "VRAM":
-            peer.announce()
-        sources = resolve(plan, self._own(), peer.endpoint).source.tolist()
-        index = {pool.name: number for number, pool in enumerate(peer.endpoint.pools)}
-        for piece, source in zip(reversed(plan.pieces), reversed(sources), strict=True):
-            rest.append((index[piece.pool], source, piece.target, piece.num_bytes))
         peer.add(transfer)
         self._forget()
         return transfer

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.host_driver import CopyError, Driver
+from kv_transfer.host_pieces import Copies
 
 NOT_READY, NOT_SUPPORTED, INVALID = 600, 801, 1
 PIECES = ((20, 0, 10), (3, 50, 7), (70, 60, 1))  # target, source, bytes
@@ -49,12 +50,15 @@ class Library:
         ctypes.memmove(target, source, size)
         return 0
 
-    def _batch(self, targets: Any, sources: Any, sizes: Any, count: Any, *rest: Any) -> int:
+    def _batch(self, *words: Any) -> int:
+        *given, count = words[:4]
+        rest = words[4:]
         self.calls.append("batch")
-        assert 4 + len(rest) == self.words and count.value == len(sizes) and rest[-1].value == 5
+        assert 4 + len(rest) == self.words and count.value == len(PIECES) and rest[-1].value == 5
         assert (rest[0]._obj.order, rest[1]._obj.value, rest[2].value) == (1, 0, 1)
         if not self.code:
-            for target, source, size in zip(targets, sources, sizes, strict=True):
+            arrays = [ctypes.cast(array, ctypes.POINTER(ctypes.c_uint64 * count.value))[0] for array in given]
+            for target, source, size in zip(*arrays, strict=True):
                 ctypes.memmove(target, source, size)
         return self.code
 
@@ -68,7 +72,9 @@ def copied(driver: Driver) -> bool:
     expected = target.copy()
     for to, at, size in PIECES:
         expected[to : to + size] = source[at : at + size]
-    driver.copy([(target.ctypes.data + to, source.ctypes.data + at, size) for to, at, size in PIECES], 5)
+    places = np.array(PIECES, np.uint64).T.copy()
+    places[:2] += np.array([[target.ctypes.data], [source.ctypes.data]], np.uint64)
+    driver.copy(Copies(*places), 5)
     return bool((target == expected).all())
 
 
