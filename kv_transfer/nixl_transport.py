@@ -36,7 +36,7 @@ from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan
 from kv_transfer.ranges import check_pools, pool_bytes, resolve
 from kv_transfer.transport import Transfer, TransferError, TransferStatus
-from kv_transfer.ucx_log import process_log
+from kv_transfer.ucx_log import WriteTable, process_log
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class NixlTransport:
                 )
             self._remove(known)
         self._remove_predecessors(peer)
-        mark = len(process_log.tables(own.agent))
+        mark = len(self._tables())
         try:
             named = self._agent.add_remote_agent(peer.metadata).decode()
         except Exception as error:
@@ -325,13 +325,16 @@ class NixlTransport:
 
     def _find_lane(self, peer: _Peer) -> str:
         """Return the lane of the tables printed since `connect`, else the only one this agent has ever used."""
-        tables = process_log.tables(self._own().agent)
+        tables = self._tables()
         if fresh := tables[peer.lane_mark :]:
             return fresh[-1].lane
         lanes = {table.lane for table in tables}
-        if len(lanes) != 1:
-            logger.warning("the lane to %s is one of %s", peer.endpoint.agent, tables)
+        if len(lanes) > 1:
+            logger.info("the lane to %s is one of %s", peer.endpoint.agent, sorted(lanes))
         return lanes.pop() if len(lanes) == 1 else "unknown"
+
+    def _tables(self) -> list[WriteTable]:
+        return process_log.tables(self._own().agent, is_device=self._memory == "VRAM")
 
     def _remove_predecessors(self, peer: Endpoint) -> None:
         """Forget earlier lives of a peer: their processes have ended, and with them their connections."""
