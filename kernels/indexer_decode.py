@@ -35,6 +35,7 @@ from triton import cdiv, next_power_of_2
 
 from kernels.indexer import select_top_k_reference
 from kernels.indexer_board_triton import MOST_BINS
+from kernels.indexer_chunk import is_chunk, key_args, select_chunk
 from kernels.indexer_query_triton import query_kernel
 from kernels.indexer_topk_triton import INTEGERS as TOP_K_INTEGERS
 from kernels.indexer_topk_triton import UNSEEN, top_k_kernel
@@ -43,7 +44,6 @@ from kernels.norm_rope import rope_reference
 from kernels.quant import hadamard as hadamard_reference
 from kernels.quant import quantize_e2m1, quantize_e4m3
 from kernels.ragged import DecodeBatch
-from kernels.row_store import row_args
 from kernels.rows import FP4_GROUP, Rows, round_trip
 from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for, tiles_of
@@ -211,20 +211,13 @@ def index_scores(
     scores = Scores(torch.empty(max(capacity, 1) * block, dtype=torch.float32, device=device), block, together)
     if not tokens:
         return scores
-    values, scales, unit_bytes = row_args(keys)
-    if values.data_ptr() % 16 or unit_bytes % 16:
-        raise ValueError(
-            f"keys {values.data_ptr() % 16} bytes off, units of {unit_bytes} bytes: wanted multiples of 16"
-        )
-    word = _scale_word(query.format, dim)
-    scales = scales.view(word)
+    values, scales, unit_bytes = key_args(keys)
     pdl, launch = _launch(device)
     most = tokens * cdiv(batch.block_table.shape[1] * keys.rows, block)
     logits_kernel[(_programs(device, tile, most),)](
         query.values, query.weight, scores.values, batch.positions, batch.sequence, batch.query_start,
-        batch.block_table, values.view(torch.float8_e4m3fn if query.format == "fp8_index" else torch.int32), scales,
-        unit_bytes // 16, unit_bytes // word.itemsize, batch.block_table.shape[1], keys.num_units, tokens, capacity,
-        TOP_K=top_k, RATIO=ratio, TOKENS=_padded_tokens(tokens), PDL=pdl,
+        batch.block_table, values, scales, unit_bytes // 16, unit_bytes // scales.element_size(),
+        batch.block_table.shape[1], keys.num_units, tokens, capacity, TOP_K=top_k, RATIO=ratio, TOKENS=_padded_tokens(tokens), PDL=pdl,
         **_logits_constants(query.format, heads, dim, keys.rows, together, tile),
         num_warps=tile.num_warps, num_stages=1, **launch,
     )  # fmt: skip
@@ -280,6 +273,8 @@ def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: in
     _check_keys(query, batch, keys, ratio, top_k)
     if not uses_triton(query.values):
         return index_select_reference(query, batch, keys, ratio=ratio, top_k=top_k)
+    if is_chunk(batch):
+        return select_chunk(query, batch, keys, ratio=ratio, top_k=top_k)
     scores = index_scores(query, batch, keys, ratio=ratio, top_k=top_k)
     return select_scored(scores, batch, ratio=ratio, top_k=top_k)
 
@@ -350,13 +345,6 @@ def _top_k_constants(k: int, tile: Tile) -> dict[str, int]:
 def _padded_tokens(tokens: int) -> int:
     """Return how many tokens a program looks over: one of few numbers, so that few kernels are compiled."""
     return next(n for n in (64, 512, MOST_TOKENS) if tokens <= n)
-
-
-def _scale_word(fmt: str, dim: int) -> torch.dtype:
-    """Return the type as which the scales of one row are read at once."""
-    if fmt == "fp8_index":
-        return torch.float32
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dim // FP4_GROUP]
 
 
 def _programs(device: torch.device, tile: Tile, most: int) -> int:
