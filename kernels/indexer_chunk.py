@@ -80,6 +80,7 @@ def select_chunk(
                 unit_bytes // 16, unit_bytes // scales.element_size(), columns, keys.num_units, first, end, tiles,
                 stride // 16, TOP_K=top_k, RATIO=ratio,
                 **_scores_constants(query.format, heads, dim, keys.rows, tile), num_warps=tile.num_warps, num_stages=1,
+                maxnreg=tile.constants["REGISTERS"] or None,
             )  # fmt: skip
         row_top_k_kernel[(end - first,)](
             scores, selected, batch.positions, batch.sequence, first, width, stride // 16, RATIO=ratio,
@@ -105,7 +106,8 @@ def key_args(keys: Rows) -> tuple[Tensor, Tensor, int]:
 
 def _scores_constants(fmt: str, heads: int, dim: int, rows: int, tile: Tile) -> dict[str, int]:
     padded = max(8, int(next_power_of_2(heads)))
-    return {"H": heads, "HEADS": padded, "D": dim, "ROWS": rows, "FORMAT": FORMATS[fmt], **tile.constants}
+    constants = {"H": heads, "HEADS": padded, "D": dim, "ROWS": rows, "FORMAT": FORMATS[fmt]}
+    return constants | {name: value for name, value in tile.constants.items() if name != "REGISTERS"}
 
 
 def _top_k_constants(k: int, tile: Tile) -> dict[str, int]:
@@ -144,4 +146,5 @@ def _variant(
     unaligned: list[str],
 ) -> Variant:  # fmt: skip
     signature = {name: kind for name, kind in types.items() if name not in constants}
-    return Variant(op, kernel, signature, constants, tile.num_warps, 1, tensor, None, unaligned)
+    registers = tile.constants.get("REGISTERS") or None
+    return Variant(op, kernel, signature, constants, tile.num_warps, 1, tensor, None, unaligned, maxnreg=registers)
