@@ -220,7 +220,8 @@ def index_scores(
     logits_kernel[(_programs(device, tile, most),)](
         query.values, query.weight, scores.values, batch.positions, batch.sequence, batch.query_start,
         batch.block_table, values, scales, unit_bytes // 16, unit_bytes // scales.element_size(),
-        batch.block_table.shape[1], keys.num_units, tokens, capacity, TOP_K=top_k, RATIO=ratio, TOKENS=_padded_tokens(tokens), PDL=pdl,
+        batch.block_table.shape[1], keys.num_units, tokens, capacity,
+        TOP_K=top_k, RATIO=ratio, TOKENS=_padded_tokens(tokens), PDL=pdl,
         **_logits_constants(query.format, heads, dim, keys.rows, together, tile),
         num_warps=tile.num_warps, num_stages=1, **launch,
     )  # fmt: skip
@@ -242,7 +243,7 @@ def index_select_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *,
     is_scored = visible > top_k
     column = torch.arange(top_k, dtype=torch.int32, device=batch.device)
     selected = torch.where((column < visible[:, None]) & ~is_scored[:, None], column, -1)
-    for sequence in batch.sequence[is_scored].unique().tolist():
+    for sequence in sorted(set(batch.sequence[is_scored].tolist())):
         tokens = (is_scored & (batch.sequence == sequence)).nonzero()[:, 0]
         most = int(visible[tokens].max())
         key = _keys_of(batch, keys, sequence, most)

@@ -211,9 +211,9 @@ class Case:
         query = self.query()
         how = {"ratio": RATIO, "top_k": self.top_k}
         selected = select_chunk(query, self.batch, self.keys, **how, tile=tile, top_tile=top_tile, room=room)
-        if tile is None and top_tile is None and room == CHUNK_SCORES and is_chunk(self.batch):
-            if not torch.equal(index_select(query, self.batch, self.keys, **how), selected):
-                return "index_select does not take the chunk's kernels"
+        is_whole = tile is None and top_tile is None and room == CHUNK_SCORES and is_chunk(self.batch)
+        if is_whole and not torch.equal(index_select(query, self.batch, self.keys, **how), selected):
+            return "index_select does not take the chunk's kernels"
         return self.selected_fault(query, selected, tolerance=tolerance)
 
     def selected_fault(self, query: IndexQuery, selected: torch.Tensor, *, tolerance: float) -> str:
