@@ -53,7 +53,7 @@ def samples() -> list[Bench]:
         _whole_bench(2, 400, 0),
         _top_k_bench(2, 10000),
         _top_k_bench(5, 700),
-        *(_chunk_bench(6, 560, fmt) for fmt in FORMATS),
+        *(_chunk_bench(5, 544, fmt) for fmt in FORMATS),
     ]
 
 
