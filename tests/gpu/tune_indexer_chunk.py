@@ -54,6 +54,7 @@ TOP_TILES = [
     Tile({"TILE": size}, num_warps=warps)
     for size, warps in ((2048, 8), (1024, 4), (2048, 4), (4096, 16), (4096, 8), (8192, 16))
 ]
+TURNS = (64, 256)  # tokens that the decode step's kernels take at a time
 # Tokens, keys that the last one sees.
 SHAPES = [(5, 600)] if SMALL else [(4096, 2048), (4096, 32768), (512, 262144)]
 
@@ -100,8 +101,14 @@ def scores_alone(run):
 
 
 def compile_one(fmt, number):
-    """Launch one tile on a small chunk, in a process of its own: what it compiles stays in Triton's cache."""
+    """Launch one tile on a small chunk, in a process of its own: what it compiles stays in Triton's cache.
+
+    number: of the tile, or less than 0 for the decode step's kernels with as many tokens at a time.
+    """
     begin = time.perf_counter()
+    if number < 0:
+        in_turns(*drawn(-number, 600, fmt), -number)()
+        return f"{fmt} decode kernels: {time.perf_counter() - begin:.1f} s"
     tile = (FP8_TILES if fmt == "fp8_index" else FP4_TILES)[number]
     inputs, query = drawn(8, 600, fmt)
     top = TOP_TILES[number % len(TOP_TILES)]
@@ -141,7 +148,7 @@ def row(*cells):
 
 def main() -> int:
     jobs = [("fp8_index", i) for i in range(len(FP8_TILES))] + [("fp4_index", i) for i in range(len(FP4_TILES))]
-    jobs = jobs[::7] if SMALL else jobs
+    jobs = jobs[::7] if SMALL else [(fmt, -turn) for fmt in indexer_bench.FORMATS for turn in TURNS] + jobs
     if SMALL:
         from tests.gpu.runner import load
 
@@ -173,7 +180,7 @@ def main() -> int:
                     run = functools.partial(select, tile=best[1], top_tile=top)
                     row(shape, f"top k {name_of(top)}", f"{time_ms(run) - best[0]:.3f} ms")
             if tokens > 512 or SMALL:
-                for turn in (64, 256)[: 1 if SMALL else 2]:
+                for turn in TURNS[: 1 if SMALL else 2]:
                     row(
                         shape,
                         f"decode kernels, {turn} at a time",
