@@ -168,6 +168,18 @@ def _logits(block_n: int, *, stages: int, resident: int, warps: int = 4, **upto:
     return Tile({"BLOCK_N": block_n, "STAGES": stages, "RESIDENT": resident}, num_warps=warps, upto=upto)
 
 
+def _chunk(
+    block_n: int, queries: int, *, stages: int, span: int = 2048, registers: int = 0, warps: int = 4, **upto: int
+) -> Tile:  # fmt: skip
+    """A tile of a chunk's scores: blocks of keys, `stages` of them on their way; tokens of a program, and its keys.
+
+    registers: limit a thread, or 0.
+    """
+    constants = {"BLOCK_N": block_n, "QUERIES": queries, "STAGES": stages, "SPAN": span // block_n}
+    constants |= {"REGISTERS": registers}
+    return Tile(constants, num_warps=warps, upto=upto)
+
+
 def _write(heads: int, index_heads: int, *, warps: int = 4, **upto: int) -> Tile:
     """A tile of cache_write: heads of a program that turns queries, and of one that makes the indexer's ready."""
     return Tile({"BLOCK_H": heads, "INDEX_H": index_heads}, num_warps=warps, upto=upto)
@@ -313,6 +325,14 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _logits(64, stages=3, resident=3, queries=2),
             _logits(64, stages=4, resident=2, warps=8),
         ),
+    },
+    "indexer_chunk_scores": {
+        "sm_120": (_chunk(64, 2, stages=3, fp4=0), _chunk(64, 2, stages=3, warps=8)),
+        "sm_90": (_chunk(64, 2, stages=4, fp4=0), _chunk(64, 4, stages=3, warps=8)),
+    },
+    "indexer_row_top_k": {
+        "sm_120": (Tile({"TILE": 1024}, num_warps=4),),
+        "sm_90": (Tile({"TILE": 2048}, num_warps=8),),
     },
     # CHUNK: scores that one program looks over; a longer row is shared.
     "indexer_top_k": {
