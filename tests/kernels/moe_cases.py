@@ -58,8 +58,10 @@ class Case:
 
 def routing_fault(got: Routing, wanted: Routing) -> str:
     """Return how a routing differs from its reference, "" if not. The order of an expert's rows is free."""
+    if got.is_sorted != wanted.is_sorted:
+        return f"rows sorted: {got.is_sorted}, wanted {wanted.is_sorted}"
     used = 4 + 4 * int(wanted.active[0])
-    entries = [at for at in range(used) if at < 2 or (at >= 4 and at % 4 != 3)]
+    entries = [at for at in range(used) if at < 2 - got.is_sorted or (at >= 4 and at % 4 != 3)]
     if not torch.equal(got.ids, wanted.ids):
         return f"ids {got.ids.tolist()}, wanted {wanted.ids.tolist()}"[:400]
     if not torch.equal(got.active[entries], wanted.active[entries]):
@@ -73,13 +75,16 @@ def routing_fault(got: Routing, wanted: Routing) -> str:
     if not torch.equal(row.sort().values, torch.arange(row.numel(), device=row.device)):
         return f"rows {row.tolist()} are not {row.numel()} rows"[:400]
     token = real.nonzero()[:, 0].to(torch.int32)
-    if not torch.equal(got.token[expert, rank], token):
-        return f"tokens {got.token[expert, rank].tolist()} of rows, wanted {token.tolist()}"[:400]
+    at = row.long() if got.is_sorted else (expert, rank)
+    if not torch.equal(got.token[at], token):
+        return f"tokens {got.token[at].tolist()} of rows, wanted {token.tolist()}"[:400]
     weights = got.weights[real]
-    if not torch.equal(got.weight[expert, rank].nan_to_num(-1), weights.nan_to_num(-1)):
+    if not torch.equal(got.weight[at].nan_to_num(-1), weights.nan_to_num(-1)):
         return "weight of rows is not that of their choices"
     if not torch.allclose(got.weights, wanted.weights, rtol=1e-5, atol=1e-7, equal_nan=True):
         return f"weights off by {(got.weights - wanted.weights).abs().max():.2e}"
+    if got.is_sorted and not torch.equal(got.rank, wanted.rank):
+        return f"ranks {got.rank.tolist()}, wanted {wanted.rank.tolist()}"[:400]
     if (got.x_many is None) != (wanted.x_many is None):
         return "x for many rows where there are none, or not where there are"
     for x, expected in ((got.x, wanted.x), (got.x_many, wanted.x_many)):
