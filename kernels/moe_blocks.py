@@ -1,4 +1,4 @@
-"""Experts of many tokens, straight from four-bit weights: h and out of moe_decode.py, for routings whose rows are sorted.
+"""Experts of many tokens, straight from four-bit weights: h and out of moe_decode.py, where rows are sorted.
 
 Programs have a block of up to BLOCK_ROWS rows of an expert (moe_routing.py) and unpack weights once for all of them.
 Experts with more rows have more blocks, so no program has more to do than another; what they read again lies in L2.
@@ -47,7 +47,7 @@ def last_product(
     routing: Routing, between: Tensor, w2: ExpertWeights, *, unlift: float, tile: Tile | None, first: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return unlift h W2^T [N, C] float32 of channels first to first + C - 1, multiples of 16; all of them without out.
+    """Return unlift h W2^T [N, C] float32 of channels first to first + C - 1, multiples of 16; of all without out.
 
     Rows beyond routing's last are not written.
     """
@@ -127,7 +127,7 @@ _HIDDEN, _INNER, _TOP_K = 4096, 512, 6
 
 
 def variants(arch: str) -> list[Variant]:
-    """Return the compilations that are shipped for `arch`: both products of both formats, and sums of a model's step."""
+    """Return the compilations that are shipped for `arch`: both products of both formats, a model's sums."""
     found = [_variant(op, fmt, tile_for(op, arch)) for op in (UP, DOWN) for fmt in FORMATS]
     return [*found, _sum_variant("*fp32", "*bf16")]
 

@@ -58,9 +58,7 @@ def _pass(
             UP,
         )  # fmt: skip
     else:
-        _rows(
-            out, weights, x_ptr, gather_ptr, edges, row_tile, K, COLUMNS, PACKED, S, AHEAD, R, W, NB, FORMAT, UP
-        )
+        _rows(out, weights, x_ptr, gather_ptr, edges, row_tile, K, COLUMNS, PACKED, S, AHEAD, R, W, NB, FORMAT, UP)
 
 
 @triton.jit
@@ -83,9 +81,7 @@ def _block(
         tile = row_tile + item * (R * W)
         end = first + count
         if NB >= 16:
-            _pass(
-                out, weights, x_ptr, gather_ptr, first, end, tile, K, COLUMNS, PACKED, S, AHEAD, R, W, NB, FORMAT, UP
-            )
+            _pass(out, weights, x_ptr, gather_ptr, first, end, tile, K, COLUMNS, PACKED, S, AHEAD, R, W, NB, FORMAT, UP)
         else:
             for start in tl.range(first, end, 8 * NB, num_stages=1, disable_licm=True):
                 _pass(

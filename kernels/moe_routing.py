@@ -56,8 +56,8 @@ class Routing:
     none. token [E, N] int32, weight [E, N] float32: of each expert's rows by rank; the rest is not written.
     first [E] int32: an expert's first row of all.   active [4 + 4 min(E, N)] int32.
     x, x_many [T, H] f16, in the order of expert_weights.to_pieces, and of to_products; None for MANY tokens or less.
-    Of more than SORTED tokens: token, weight [N], of all rows; active [4 + 4 (min(E, N) + N / BLOCK_ROWS)]; x and x_many
-    are the same, in the order of to_products.
+    Of more than SORTED tokens: token, weight [N], of all rows; active [4 + 4 (min(E, N) + N / BLOCK_ROWS)]; x and
+    x_many are the same, in the order of to_products.
     """
 
     ids: Tensor
@@ -193,7 +193,8 @@ def route_tokens(
         half = empty(tokens, hidden, dtype=f16)
         out = Routing(
             empty(tokens, top_k), empty(tokens, top_k, dtype=f32), empty(tokens, top_k), empty(rows),
-            empty(rows, dtype=f32), empty(experts), empty(4 + 4 * (min(experts, rows) + rows // BLOCK_ROWS)), half, half,
+            empty(rows, dtype=f32), empty(experts), empty(4 + 4 * (min(experts, rows) + rows // BLOCK_ROWS)), half,
+            half,
         )  # fmt: skip
         _sort(out, x, scores, bias, table, token_ids, sequence, scaling=scaling, is_raw=is_raw)
         return out

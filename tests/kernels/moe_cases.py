@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from kernels import moe_blocks
 from kernels.expert_weights import ExpertWeights, dequantize_experts, pack_experts, to_pieces, to_products
 from kernels.moe_decode import experts_decode, experts_decode_reference, last_product
 from kernels.moe_routing import Routing, route_tokens, route_tokens_reference
@@ -182,6 +183,8 @@ def exactness_fault(device: str = "cpu") -> str:
     routing = Routing(
         column, column.float(), column, lists, lists.float(), rows[:1], active, to_pieces(ones), to_products(ones)
     )
+    products = to_products(ones)
+    blocks = Routing(column, column.float(), column, rows, rows.float(), rows[:1], active, products, products)
     designs = [make_tile(r=4, rs=2, nb=4), make_tile(r=4, rs=2), make_tile(r=2, rs=4, pair_s=1)]
     for fmt, scale in scales.items():
         factors = torch.ones(1, 1, device=device) if fmt == "nvfp4" else None
@@ -194,6 +197,9 @@ def exactness_fault(device: str = "cpu") -> str:
             if wrong.numel():
                 at = tuple(wrong[0].tolist())
                 return f"{fmt}: {got[at]} for {dequantize_experts(packed)[0][at]} in row and channel {at}"
+        got = moe_blocks.last_product(blocks, products, packed, unlift=1.0, tile=None).T
+        if not torch.equal(got, dequantize_experts(packed)[0]):
+            return f"{fmt}: other weights in blocks of many rows"
     return ""
 
 
