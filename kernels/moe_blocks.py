@@ -76,8 +76,8 @@ def sums(
     for first in range(0, hidden, channels):
         last_product(routing, between, w2, unlift=unlift, tile=tile, first=first, out=parts)
         sum_blocks_kernel[(tokens, -(-channels // _SUMMED))](
-            out, parts, routing.ids, routing.rank, routing.first, add, first // 16, channels // 16, H=hidden, TOP_K=top_k,
-            BLOCK=_SUMMED, num_warps=4, num_stages=1,
+            out, parts, routing.ids, routing.rank, routing.first, add, first // 16, channels // 16, H=hidden,
+            TOP_K=top_k, BLOCK=_SUMMED, num_warps=4, num_stages=1,
         )  # fmt: skip
     return out
 
