@@ -50,17 +50,28 @@ class ExpertParts:
             )
         if self.rank.shape != self.ids.shape:
             raise ValueError(f"rank {tuple(self.rank.shape)} of ids {tuple(self.ids.shape)}")
-        if self.add is not None and self.add.shape != (tokens, hidden):
-            raise ValueError(f"add {tuple(self.add.shape)}: wanted {(tokens, hidden)}")
-        for name in ("parts", "ids", "rank", "first", "add"):
-            tensor = getattr(self, name)
-            if tensor is not None and not tensor.is_contiguous():
-                raise ValueError(f"{name} {tuple(tensor.shape)}, strides {tensor.stride()}: wanted contiguous")
+        check_add(self.add, tokens, hidden)
+        for name in ("parts", "ids", "rank", "first"):
+            _check_contiguous(name, getattr(self, name))
 
     @property
     def shape(self) -> tuple[int, int]:
         """(T, H): that of the sum."""
         return self.ids.shape[0], self.parts.shape[1]
+
+
+def check_add(add: Tensor | None, tokens: int, hidden: int) -> None:
+    """Raise ValueError unless sums [tokens, hidden] can be added to."""
+    if add is None:
+        return
+    if add.shape != (tokens, hidden):
+        raise ValueError(f"add {tuple(add.shape)}: wanted {(tokens, hidden)}")
+    _check_contiguous("add", add)
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} {tuple(tensor.shape)}, strides {tensor.stride()}: wanted contiguous")
 
 
 def add_up_reference(y: ExpertParts) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor
 from kernels.quant import dequantize_e2m1, ue8m0_to_scale
 
 Format = Literal["nvfp4", "mxfp4"]
+FORMATS = {"nvfp4": 0, "mxfp4": 1}  # as kernels know them
 GROUP = {"nvfp4": 16, "mxfp4": 32}
 LANES = {"nvfp4": 32, "mxfp4": 16}  # with scales of their own
 SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
@@ -194,6 +195,12 @@ def to_products(x: Tensor) -> Tensor:
     """
     x = _split(x, -1, x.shape[-1] // 64, 4, 2, 4, 2)
     return x.movedim(-4, -2).flatten(-5)
+
+
+def from_products(x: Tensor) -> Tensor:
+    """Return what to_products was given."""
+    x = _split(x, -1, x.shape[-1] // 64, 2, 4, 4, 2)
+    return x.movedim(-2, -4).flatten(-5)
 
 
 def _repeat(scale: Tensor) -> Tensor:

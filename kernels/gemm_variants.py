@@ -45,7 +45,7 @@ _OTHERS: tuple[tuple[int, int, int, torch.dtype, str, str, bool, bool], ...] = (
     *((tokens, 2624, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (*_TOKENS, 256)),
     *((tokens, 1024, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (1, 64)),
     (1, 8192, 4096, _FP8, "*bf16", "*bf16", False, False),
-    (1, 256, 4096, _BF16, "*bf16", "*fp32", False, False),
+    *((tokens, 256, 4096, _BF16, "*bf16", "*fp32", False, False) for tokens in (1, 4096)),  # the experts' gate
     (1, 4096, 1024, _FP8, "*bf16", "*bf16", False, False),
     (16, 4096, 4096, _FP8, "*bf16", "*bf16", False, False),
     *((64, rows, 1024, _FP8, "*bf16", "*bf16", True, False) for rows in (24576, 32768)),

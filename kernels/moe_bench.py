@@ -1,4 +1,4 @@
-"""Benches and samples of the experts of a decode step: routing by given scores, both products, the sum.
+"""Benches and samples of the experts: routing by given scores, both products, the sum.
 
 Sizes are those of DeepSeek-V4-Flash's experts on one of 4 ranks: 256 of [4096, 512], three matrices each, 6 to a token.
 The gate's product and the shared expert are not part of it. Kinds of routing:
@@ -7,6 +7,7 @@ The gate's product and the shared expert are not part of it. Kinds of routing:
     same      all tokens take the same experts
     zipf      the expert of rank r is taken with odds 1 / r
     matched   uniform over as many experts as the zipf of the same seed takes
+    skewed    uniform, but for one expert that every other token takes
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kernels.gpu_timer import Launch
 from kernels.moe_decode import experts_decode
 from kernels.moe_routing import Routing, route_tokens
 
+PREFILLS = (512, 1024, 4096, 8192)  # tokens
 EXPERTS, TOP_K, HIDDEN, INNER, LIMIT, SCALING = 256, 6, 4096, 512, 10.0, 1.5
 
 
@@ -51,6 +53,9 @@ def benches() -> list[Bench]:
         *(_bench(n, "uniform", "nvfp4") for n in (1, 16, 64, 256)),
         *(_bench(64, kind, "nvfp4") for kind in ("same", "zipf", "matched")),
         *(_bench(n, "uniform", "mxfp4") for n in (1, 16, 64)),
+        *(_bench(n, "uniform", "nvfp4", group="prefill", is_padded=True) for n in PREFILLS),
+        _bench(4096, "skewed", "nvfp4", group="prefill", is_padded=True),
+        _bench(4096, "uniform", "mxfp4", group="prefill", is_padded=True),
     ]
 
 
@@ -63,6 +68,9 @@ def samples() -> list[Bench]:
         _bench(12, "same", "nvfp4", padding=3, **small),  # more than 8 rows an expert
         _bench(24, "same", "nvfp4", **small | {"hidden": 128}),  # more than 16, shares of sums
         _bench(5, "uniform", "nvfp4", by_table=True, **small),
+        # rows are sorted; blocks of 128 rows, and of what is left
+        _bench(300, "skewed", "nvfp4", group="prefill", padding=3, **small),
+        _bench(300, "uniform", "mxfp4", group="prefill", by_table=True, padding=1, **small | {"experts": 40}),
     ]
 
 
@@ -76,18 +84,22 @@ def _bench(
     inner: int = INNER,
     padding: int = 0,
     by_table: bool = False,
+    is_padded: bool = False,
+    group: str = "moe",
 ) -> Bench:
+    """is_padded: tokens are said to be real, as a step's always are; raw scores, then, as those of a gate."""
+
     def make(device: torch.device, i: int) -> Launch:
         inputs = draw_inputs(
             device, i, tokens, kind, fmt, experts=experts, hidden=hidden, inner=inner, padding=padding,
-            by_table=by_table,
+            by_table=by_table, is_padded=is_padded,
         )  # fmt: skip
         return inputs.launch
 
     distinct = statistics.mean(distinct_experts(kind, tokens, experts, seed) for seed in range(COPIES))
     weights = 3 * hidden * inner
     return Bench(
-        group="moe",
+        group=group,
         op="moe",
         shape=f"B={tokens} {kind} {fmt}"
         + (f" of {experts} x {hidden} x {inner}" if experts != EXPERTS else "")
@@ -115,6 +127,8 @@ def draw_scores(kind: str, tokens: int, experts: int, seed: int) -> Tensor:
     elif kind == "zipf":  # the largest of log odds + Gumbel noise are drawn by odds
         odds = -torch.log(torch.arange(1, experts + 1).float())[order]
         noise = torch.sigmoid(odds - torch.log(-torch.log(noise.clamp(1e-6, 1 - 1e-6))))
+    elif kind == "skewed":
+        noise[::2, order[0]] += 1.0
     elif kind == "matched":
         noise[:, order[: distinct_experts("zipf", tokens, experts, seed)]] += 1.0
     return noise
@@ -132,6 +146,7 @@ def draw_inputs(
     inner: int = INNER,
     padding: int = 0,
     by_table: bool = False,
+    is_padded: bool = False,
 ) -> Inputs:
     """Return a step of `tokens` tokens and `padding` padding tokens."""
     draw = torch.Generator(device).manual_seed(seed)
@@ -142,10 +157,15 @@ def draw_inputs(
         routing["token_ids"] = torch.randperm(tokens + padding, generator=draw, device=device)
     else:
         routing["bias"] = torch.zeros(experts, device=device)
-    if padding:
+    if is_padded:
+        routing["is_raw"] = True
+    if padding or is_padded:
         routing["sequence"] = torch.arange(tokens + padding, device=device).to(torch.int32)
         routing["sequence"][tokens:] = -1
-    x = torch.randn(tokens + padding, hidden, generator=draw, device=device).to(torch.bfloat16)
+    if tokens >> 8 and hidden >> 10 and device.type == "cpu":  # as weights: nobody reads it
+        x = torch.zeros(tokens + padding, hidden, dtype=torch.bfloat16)
+    else:
+        x = torch.randn(tokens + padding, hidden, generator=draw, device=device).to(torch.bfloat16)
     return Inputs(
         x,
         scores,

@@ -1,4 +1,4 @@
-"""Experts of a decode step, straight from four-bit weights: each expert that has tokens is read once.
+"""Experts straight from four-bit weights: each expert that has tokens is read once.
 
     h[r] = weight[r] * silu(min(x[token r] W1^T, L)) * clamp(x[token r] W3^T, -L, L)      rows r of moe_routing.py, f16
     out[t] = sum over the token's k rows, in the order of its choices, of h[r] W2^T, then + add[t]
@@ -13,6 +13,8 @@ fixed order: equal inputs give equal bits, and a token's bits depend on nothing 
 Activations are f16 between the products: x comes from a norm, h from a clamped product of at most L^2 times its weight,
 lifted by a power of two so that small ones keep their digits. What f16 can't hold becomes NaN for its token alone.
 Weights are exact (moe_weights_triton.py), sums float32.
+
+Many tokens, whose rows come sorted, have kernels of their own: moe_blocks.py.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.expert_parts import ExpertParts, add_up, add_up_reference
-from kernels.expert_weights import ExpertWeights, dequantize_experts, from_pieces
+from kernels import moe_blocks
+from kernels.expert_parts import ExpertParts, add_up, add_up_reference, check_add
+from kernels.expert_weights import FORMATS, ExpertWeights, dequantize_experts, from_pieces, from_products
 from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order
 from kernels.moe_routing import MANY, MAX_TOKENS, Routing
 from kernels.moe_triton import down_kernel, up_kernel
@@ -34,14 +37,13 @@ from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 
 UP, DOWN = "moe_up", "moe_down"
-FORMATS = {"nvfp4": 0, "mxfp4": 1}
 
 
 def expert_parts_reference(
     routing: Routing, w13: ExpertWeights, w2: ExpertWeights, *, limit: float, add: Tensor | None = None
 ) -> ExpertParts:
     """See expert_parts."""
-    x = from_pieces(routing.x).float()
+    x = (from_products if routing.is_sorted else from_pieces)(routing.x).float()
     parts = torch.zeros(routing.rows, w2.rows, device=x.device)
     for expert in sorted(set(routing.ids[routing.ids >= 0].tolist())):
         token, k = (routing.ids == expert).nonzero(as_tuple=True)
@@ -74,8 +76,15 @@ def experts_decode(
 ) -> Tensor:
     """Return [T, H] of `out_dtype`: the weighted sum of each token's experts, 0 for padding, plus add.
 
-    The arguments are those of expert_parts.
+    The arguments are those of expert_parts, which of many tokens fills N x H x 4 bytes more than this.
     """
+    _check(routing, w13, w2, limit)
+    if uses_triton(routing.x) and routing.is_sorted:
+        check_add(add, routing.ids.shape[0], w2.rows)
+        up, down = tiles or (None, None)
+        between = moe_blocks.first_products(routing, w13, limit=limit, lift=lift_of(limit), tile=up)
+        unlift = 1 / lift_of(limit)
+        return moe_blocks.sums(routing, between, w2, unlift=unlift, add=add, out_dtype=out_dtype, tile=down)
     return add_up(expert_parts(routing, w13, w2, limit=limit, add=add, tiles=tiles), out_dtype=out_dtype)
 
 
@@ -97,6 +106,26 @@ def expert_parts(
     must be older than the launch that leads. Calls of one stream share counters (scratch.py). Raises ValueError for
     what does not fit together.
     """
+    _check(routing, w13, w2, limit)
+    hidden = w13.channels
+    if not uses_triton(routing.x):
+        return expert_parts_reference(routing, w13, w2, limit=limit, add=add)
+    if not routing.rows:
+        parts = torch.empty((0, hidden), device=routing.x.device)
+        return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
+    if routing.is_sorted:  # takes no order: these launches let none begin early, and begin when all have ended
+        up, down = tiles or (None, None)
+        between = moe_blocks.first_products(routing, w13, limit=limit, lift=lift_of(limit), tile=up)
+        parts = moe_blocks.last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=down)
+        return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
+    tokens, arch = routing.ids.shape[0], arch_of(routing.x.device)
+    first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
+    between = first_products(routing, w13, limit=limit, tile=first, order=order)
+    parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
+    return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
+
+
+def _check(routing: Routing, w13: ExpertWeights, w2: ExpertWeights, limit: float) -> None:
     hidden, inner = w13.channels, w2.channels
     if w13.rows != 2 * inner or w2.rows != hidden or w13.experts != w2.experts or (w13.parts, w2.parts) != (2, 1):
         raise ValueError(
@@ -105,18 +134,8 @@ def expert_parts(
         )
     if routing.x.shape[1] != hidden or not 0 < limit < math.inf:
         raise ValueError(f"rows of {routing.x.shape[1]} channels for experts of {hidden}, limit {limit}")
-    if routing.token.shape[0] != w13.experts:
-        raise ValueError(f"routing among {routing.token.shape[0]} experts, weights of {w13.experts}")
-    if not uses_triton(routing.x):
-        return expert_parts_reference(routing, w13, w2, limit=limit, add=add)
-    if not routing.rows:
-        parts = torch.empty((0, hidden), device=routing.x.device)
-        return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
-    tokens, arch = routing.ids.shape[0], arch_of(routing.x.device)
-    first, last = tiles or (tile_for(UP, arch, tokens=tokens), tile_for(DOWN, arch, tokens=tokens))
-    between = first_products(routing, w13, limit=limit, tile=first, order=order)
-    parts = last_product(routing, between, w2, unlift=1 / lift_of(limit), tile=last)
-    return ExpertParts(parts, routing.ids, routing.rank, routing.first, add)
+    if routing.first.shape[0] != w13.experts:
+        raise ValueError(f"routing among {routing.first.shape[0]} experts, weights of {w13.experts}")
 
 
 def lift_of(limit: float) -> float:

@@ -1,4 +1,4 @@
-"""Gate and routing of a decode step in one launch: hidden states -> scores -> moe_routing.Routing.
+"""Gate and routing in one launch: hidden states -> scores -> moe_routing.Routing.
 
     u = x Wg^T, float32;   a = sqrt(softplus(u));   the rest as in moe_routing.py
 
@@ -6,6 +6,8 @@ Bytes: the gate once (2 MB in bfloat16), x, its f16 copies. Programs share exper
 them, so that every multiprocessor has some of the weights. Sums are float32 in an order that depends on whether a step
 has more than 64 tokens, not on what the others are: experts whose scores are within some 1e-6 of each other may be
 chosen otherwise then.
+
+More than SORTED tokens take a product, then route_tokens: it is their scores that take time, not launches.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kernels.gemm_cut import FEW, Matrix, fit_few
 from kernels.gemm_decode import linear_decode
 from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order, Pair
 from kernels.moe_gate_triton import gate_beside_kernel, gate_kernel
-from kernels.moe_routing import MANY, MAX_TOKENS, Routing, _check, route_tokens_reference
+from kernels.moe_routing import MANY, MAX_TOKENS, SORTED, Routing, _check, route_tokens, route_tokens_reference
 from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
@@ -139,6 +141,11 @@ def _route(
         return route_by_gate_reference(
             x, gate, top_k=top_k, scaling=scaling, bias=bias, table=table, token_ids=token_ids, sequence=sequence
         ), None
+    if tokens > SORTED:  # no order to take: these launches let none begin early, and begin when all have ended
+        return route_tokens(
+            x, linear_decode(x, gate, out_dtype=torch.float32), top_k=top_k, scaling=scaling, bias=bias, table=table,
+            token_ids=token_ids, sequence=sequence, is_raw=True,
+        ), None  # fmt: skip
     device, rows = x.device, tokens * top_k
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -11,7 +11,7 @@ from triton import cdiv
 from kernels.bench import Bench
 from kernels.gpu_timer import Launch
 from kernels.moe_gate import route_beside, route_by_gate
-from kernels.moe_routing import MANY
+from kernels.moe_routing import MANY, SORTED
 
 EXPERTS, TOP_K, HIDDEN, SCALING = 256, 6, 4096, 1.5
 ROWS = 1024  # of the shared expert's gates and values on one of 4 ranks
@@ -23,6 +23,7 @@ def benches() -> list[Bench]:
         *(_bench(n) for n in (1, 16, 64, 256)),
         *(_bench(n, by_table=True) for n in (1, 64)),
         *(_beside(n) for n in (1, 8, 16)),
+        *(_bench(4096, by_table=by_table, group="prefill") for by_table in (False, True)),
     ]
 
 
@@ -82,15 +83,16 @@ def draw_inputs(
 
 
 def _bench(
-    tokens: int, *, experts: int = EXPERTS, hidden: int = HIDDEN, padding: int = 0, by_table: bool = False
-) -> Bench:
+    tokens: int, *, experts: int = EXPERTS, hidden: int = HIDDEN, padding: int = 0, by_table: bool = False,
+    group: str = "moe",
+) -> Bench:  # fmt: skip
     def make(device: torch.device, i: int) -> Launch:
         inputs = draw_inputs(device, i, tokens, experts=experts, hidden=hidden, padding=padding, by_table=by_table)
         return lambda: route_by_gate(**inputs)
 
-    copies = 2 if tokens + padding > MANY else 1
+    copies = 2 if MANY < tokens + padding <= SORTED else 1
     return Bench(
-        group="moe",
+        group=group,
         op="moe_gate",
         shape=f"B={tokens}"
         + (f" of {experts} x {hidden}" if experts != EXPERTS else "")

@@ -29,7 +29,7 @@ def activate(u, RAW: tl.constexpr):
 
 
 @triton.jit
-def _choose(choice, e, k, E: tl.constexpr, TOP_K: tl.constexpr, PADDED: tl.constexpr):
+def choose(choice, e, k, E: tl.constexpr, TOP_K: tl.constexpr, PADDED: tl.constexpr):
     """Return ids [WIDTH] of the TOP_K largest of choice [PADDED], the lower one where equal; NaN first."""
     bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # orders like the numbers; integers, since a warp has an instruction then
@@ -108,7 +108,7 @@ def route_kernel(
             choice = activate(tl.load(scores + e, mask=e < E, other=0.0), RAW)
             if bias_ptr is not None:
                 choice += bias
-            chosen = _choose(choice, e, k, E, TOP_K, PADDED)
+            chosen = choose(choice, e, k, E, TOP_K, PADDED)
         else:
             exists = (found >= 0) & (found < E)
             is_wrong = tl.max(tl.where(exists, 0, 1), 0)

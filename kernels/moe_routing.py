@@ -1,14 +1,20 @@
-"""Routing of a decode step on the GPU: scores -> experts and weights of each token -> rows in the experts' order.
+"""Routing on the GPU: scores -> experts and weights of each token -> rows in the experts' order.
 
     a = sqrt(softplus(score)) if asked for, else the score;  experts, weights: as in moe.py
     row first[expert] + rank of the order: choices sorted by expert; padding tokens have none
 
-One launch: a program for each token, the last of which to finish lists the experts, and others that turn activations
-into f16 for the products. All outputs have sizes that depend on the number of tokens alone, so a graph can be replayed.
-`active` lists the experts that have rows, those with more than MANY of them first:
+One launch up to SORTED tokens: a program for each token, the last of which to finish lists the experts, and others that
+turn activations into f16 for the products. All outputs have sizes that depend on the number of tokens alone, so a graph
+can be replayed. `active` lists the experts that have rows, those with more than MANY of them first:
 
     active[0]: how many;   active[1]: how many with more than MANY rows (0 for so few tokens, MANY or less)
     active[4 + 4 i ...]: expert, its first row, its number of rows, 0
+
+More tokens take two launches, since lists of every expert with room for all choices would fill 100 MB: experts are
+chosen and counted, then each lists its rows where they lie, sorted by token. `active` lists blocks of up to BLOCK_ROWS
+rows of an expert then, the last one of an expert with what is left:
+
+    active[0]: how many;   active[4 + 4 i ...]: expert, the block's first row, its number of rows, 0
 
 A score that is NaN is chosen first, as a sort would, and makes its token's weights NaN. An expert of the table that
 does not exist makes its token's weights NaN, too; the token then counts as routed to expert 0.
@@ -27,14 +33,19 @@ from triton import next_power_of_2
 from kernels.expert_weights import to_pieces, to_products
 from kernels.moe import route
 from kernels.moe_route_triton import route_kernel
+from kernels.moe_sort_triton import choose_kernel, sort_kernel
 from kernels.scratch import zeros
 from kernels.tiles import Variant
 from kernels.triton_env import HAS_PDL, uses_triton
 
-OP = "moe_route"
-MAX_TOKENS = 1024
+OP, SORT_OP = "moe_route", "moe_sort"
+MAX_TOKENS = 1024  # that lists with room for all choices may hold
+SORTED = 256  # tokens beyond which rows are sorted, and their experts read by moe_blocks.py
+MOST_TOKENS = 8192
+BLOCK_ROWS = 128
 MANY = 16  # rows of an expert beyond which the products are done another way
 _CONVERTED = 1024  # activations of a program
+_SORTED_AT_ONCE = 4096  # choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +56,8 @@ class Routing:
     none. token [E, N] int32, weight [E, N] float32: of each expert's rows by rank; the rest is not written.
     first [E] int32: an expert's first row of all.   active [4 + 4 min(E, N)] int32.
     x, x_many [T, H] f16, in the order of expert_weights.to_pieces, and of to_products; None for MANY tokens or less.
+    Of more than SORTED tokens: token, weight [N], of all rows; active [4 + 4 (min(E, N) + N / BLOCK_ROWS)]; x and
+    x_many are the same, in the order of to_products.
     """
 
     ids: Tensor
@@ -60,7 +73,12 @@ class Routing:
     @property
     def rows(self) -> int:
         """N."""
-        return int(self.token.shape[1])
+        return int(self.token.shape[-1])
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether token and weight are of all rows, not of each expert's."""
+        return self.token.ndim == 1
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -98,31 +116,45 @@ def route_tokens_reference(
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=x.device) - first[key[order]]
     counts, first = counts[:experts], first[:experts]
+    ids, weights = ids.masked_fill(~real[:, None], -1).to(torch.int32), weights.masked_fill(~real[:, None], 0.0)
+    ranks = rank.view(tokens, top_k).masked_fill(~real[:, None], -1).to(torch.int32)
     taken = real.repeat_interleave(top_k)
-    row = (key * order.numel() + rank)[taken]
-    token = torch.zeros(experts * order.numel(), dtype=torch.int32, device=x.device)
-    token[row] = (torch.arange(order.numel(), device=x.device) // top_k)[taken].to(torch.int32)
-    weight = torch.zeros(experts * order.numel(), device=x.device)
+    own, half = (torch.arange(order.numel(), device=x.device) // top_k)[taken].to(torch.int32), x.to(torch.float16)
+    if tokens > SORTED:
+        row, size, room = first[key[taken]] + rank[taken], order.numel(), min(experts, order.numel())
+        blocks = -(-counts // BLOCK_ROWS)
+        used = torch.arange(experts, device=x.device).repeat_interleave(blocks)
+        begin = torch.arange(used.numel(), device=x.device) - (blocks.cumsum(0) - blocks)[used]
+        begin *= BLOCK_ROWS
+        entries = torch.stack([used, first[used] + begin, (counts[used] - begin).clamp(max=BLOCK_ROWS), used * 0], 1)
+        active = _listed(entries, 4 + 4 * (room + size // BLOCK_ROWS), 0)
+    else:
+        row, size = (key * order.numel() + rank)[taken], experts * order.numel()
+        used = counts.nonzero().flatten()
+        many = counts[used] > (MANY if tokens > MANY else tokens * top_k)
+        used = torch.cat([used[many], used[~many]])
+        entries = torch.stack([used, first[used], counts[used], torch.zeros_like(used)], 1)
+        active = _listed(entries, 4 + 4 * min(experts, tokens * top_k), int(many.sum()))
+    token = torch.zeros(size, dtype=torch.int32, device=x.device)
+    token[row] = own
+    weight = torch.zeros(size, device=x.device)
     weight[row] = weights.flatten()[taken]
-    used = counts.nonzero().flatten()
-    many = counts[used] > (MANY if tokens > MANY else tokens * top_k)
-    used = torch.cat([used[many], used[~many]])
-    active = torch.zeros(4 + 4 * min(experts, tokens * top_k), dtype=torch.int32, device=x.device)
-    active[0], active[1] = used.numel(), int(many.sum())
-    entries = torch.stack([used, first[used], counts[used], torch.zeros_like(used)], 1)
-    active[4 : 4 + 4 * used.numel()] = entries.flatten().to(torch.int32)
-    half = x.to(torch.float16)
+    first = first.to(torch.int32)
+    if tokens > SORTED:
+        half = to_products(half)
+        return Routing(ids, weights, ranks, token, weight, first, active, half, half)
     return Routing(
-        ids.masked_fill(~real[:, None], -1).to(torch.int32),
-        weights.masked_fill(~real[:, None], 0.0),
-        rank.view(tokens, top_k).masked_fill(~real[:, None], -1).to(torch.int32),
-        token.view(experts, -1),
-        weight.view(experts, -1),
-        first.to(torch.int32),
-        active,
-        to_pieces(half),
+        ids, weights, ranks, token.view(experts, -1), weight.view(experts, -1), first, active, to_pieces(half),
         to_products(half) if tokens > MANY else None,
-    )
+    )  # fmt: skip
+
+
+def _listed(entries: Tensor, size: int, many: int) -> Tensor:
+    """Return `active` [size] of entries [n, 4]."""
+    active = torch.zeros(size, dtype=torch.int32, device=entries.device)
+    active[0], active[1] = entries.shape[0], many
+    active[4 : 4 + entries.numel()] = entries.flatten().to(torch.int32)
+    return active
 
 
 def route_tokens(
@@ -157,6 +189,15 @@ def route_tokens(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     f16, f32 = torch.float16, torch.float32
+    if tokens > SORTED:
+        half = empty(tokens, hidden, dtype=f16)
+        out = Routing(
+            empty(tokens, top_k), empty(tokens, top_k, dtype=f32), empty(tokens, top_k), empty(rows),
+            empty(rows, dtype=f32), empty(experts), empty(4 + 4 * (min(experts, rows) + rows // BLOCK_ROWS)), half,
+            half,
+        )  # fmt: skip
+        _sort(out, x, scores, bias, table, token_ids, sequence, scaling=scaling, is_raw=is_raw)
+        return out
     out = Routing(
         empty(tokens, top_k), empty(tokens, top_k, dtype=f32), empty(tokens, top_k), empty(experts, rows),
         empty(experts, rows, dtype=f32), empty(experts), empty(4 + 4 * min(experts, rows)),
@@ -175,6 +216,33 @@ def route_tokens(
         RAW=is_raw, PDL=pdl, **constants, num_warps=1, num_stages=1, **launch,
     )  # fmt: skip
     return out
+
+
+def _sort(
+    out: Routing, x: Tensor, scores: Tensor, bias: Tensor | None, table: Tensor | None, token_ids: Tensor | None,
+    sequence: Tensor | None, *, scaling: float, is_raw: bool,
+) -> None:  # fmt: skip
+    """Fill a routing whose rows are sorted."""
+    (tokens, top_k), experts, size = out.ids.shape, out.first.shape[0], x.numel()
+    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
+    choosing, sorting = _sort_constants(experts, top_k)
+    choose_kernel[(tokens + -(-size // _CONVERTED),)](
+        scores, bias, table, token_ids, sequence, out.ids, out.weights, counts, x, out.x, tokens, size, scaling,
+        RAW=is_raw, **choosing, num_warps=1, num_stages=1,
+    )  # fmt: skip
+    sort_kernel[(experts + 1,)](
+        out.ids, out.weights, counts, out.rank, out.token, out.weight, out.first, out.active, out.ids.numel(),
+        **sorting, num_warps=8, num_stages=1,
+    )  # fmt: skip
+
+
+def _sort_constants(experts: int, top_k: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the constants of both kernels."""
+    both = {"E": experts, "TOP_K": top_k, "PADDED": int(next_power_of_2(experts))}
+    return (
+        both | {"CONVERTED": _CONVERTED, "WIDTH": int(next_power_of_2(top_k))},
+        both | {"ROWS": BLOCK_ROWS, "AT_ONCE": _SORTED_AT_ONCE},
+    )
 
 
 def _constants(tokens: int, experts: int, top_k: int) -> dict[str, int]:
@@ -196,10 +264,10 @@ def _check(
     if scores.ndim != 2 or x.ndim != 2:
         raise ValueError(f"x {tuple(x.shape)}, scores {tuple(scores.shape)}: wanted [T, H] and [T, E]")
     tokens, experts = scores.shape
-    if tokens > MAX_TOKENS or x.shape[0] != tokens or not x.is_contiguous() or x.shape[1] % 64:
+    if tokens > MOST_TOKENS or x.shape[0] != tokens or not x.is_contiguous() or x.shape[1] % 64:
         raise ValueError(
             f"x {tuple(x.shape)}, strides {x.stride()}, for scores of {tokens} tokens: wanted contiguous rows of a "
-            f"multiple of 64 channels, {MAX_TOKENS} tokens at most"
+            f"multiple of 64 channels, {MOST_TOKENS} tokens at most"
         )
     if scores.dtype != torch.float32 or not scores.is_contiguous():
         raise ValueError(
@@ -234,7 +302,37 @@ def variants(arch: str) -> list[Variant]:
         for tokens in (1, MANY + 1)
         for by_table in (False, True)
         for padded in (False, True)
-    ]
+    ] + _sort_variants(rare=False)
+
+
+def rare_variants(arch: str) -> list[Variant]:
+    """Return those of many tokens that no prefill launches: by given activations, without a sequence."""
+    return _sort_variants(rare=True)
+
+
+def _sort_variants(*, rare: bool) -> list[Variant]:
+    choosing, sorting = _sort_constants(256, 6)
+    signature = dict.fromkeys(choose_kernel.arg_names, "*i32") | {"tokens": "i32", "size": "i32", "scaling": "fp32"}
+    signature |= dict.fromkeys(("scores_ptr", "bias_ptr", "weights_ptr"), "*fp32") | {"x_ptr": "*bf16"}
+    signature |= dict.fromkeys(("table_ptr", "token_ids_ptr"), "*i64") | {"half_ptr": "*fp16"}
+    found = []
+    for by_table in (False, True):
+        for is_raw in (True, False):
+            for padded in (True, False):
+                if rare is (is_raw and padded):
+                    continue
+                absent = ["bias_ptr"] if by_table else ["table_ptr", "token_ids_ptr"]
+                fixed = dict.fromkeys([*absent, *([] if padded else ["sequence_ptr"])]) | choosing | {"RAW": is_raw}
+                own = {name: kind for name, kind in signature.items() if name not in fixed}
+                found.append(
+                    Variant(SORT_OP, choose_kernel, own, fixed, 1, 1, tensor_ops=(), unaligned=("tokens", "size"))
+                )
+    if not rare:
+        signature = dict.fromkeys(sort_kernel.arg_names, "*i32") | {"choices": "i32"}
+        signature |= dict.fromkeys(("weights_ptr", "weight_ptr"), "*fp32")
+        own = {name: kind for name, kind in signature.items() if name not in sorting}
+        found.append(Variant(SORT_OP, sort_kernel, own, sorting, 8, 1, tensor_ops=(), unaligned=("choices",)))
+    return found
 
 
 def _variant(tokens: int, *, by_table: bool, padded: bool) -> Variant:

@@ -18,13 +18,13 @@ from kernels.row_load import to_f16
 
 
 @triton.jit
-def _top(factor, FORMAT: tl.constexpr):
+def top_of(factor, FORMAT: tl.constexpr):
     """Return the largest exponent byte that an MXFP4 factor, a power of two, stands for."""
     return factor.to(tl.int32, bitcast=True) >> 23 if FORMAT == MXFP4 else 0
 
 
 @triton.jit
-def _hide(
+def hide(
     out, total, weights, edges, tile,
     COLUMNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _few(
         part = (start, edges[1])
         total = product(weights, x_ptr, gather_ptr, part, row_tile, K, PACKED, S, R, KS, RS, NB, FORMAT, WAIT)
         if UP:
-            _hide(out, total, weights, part, tile, COLUMNS, RS, R, 8 * NB, False)
+            hide(out, total, weights, part, tile, COLUMNS, RS, R, 8 * NB, False)
         else:
             _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
 
@@ -98,7 +98,7 @@ def _many(
             at, live = _place_share(part, place, row_tile, 0, 2 * COLUMNS, 16 * R * W, 8 * NB, 8 * NB)
             tl.store(shares[0] + share * shares[2] + at, tl.reshape(total, (16 * R * W, 8 * NB)), mask=live)
         elif UP:
-            _hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
+            hide(out, total, weights, part, tile, COLUMNS, R, W, 8 * NB, True)
         else:
             _give(out, total, weights, part, tile, COLUMNS, 8 * NB)
     if SPLIT > 1:
@@ -115,7 +115,7 @@ def _many(
                 for i in tl.static_range(1, SPLIT):
                     total += tl.load(shares[0] + i * shares[2] + at, mask=live, other=0.0, cache_modifier=".cg")
                 total = tl.reshape(total, (R, W, 16, SOME))
-                _hide(out, total, weights, (start, edges[1]), tile, COLUMNS, R, W, SOME, True)
+                hide(out, total, weights, (start, edges[1]), tile, COLUMNS, R, W, SOME, True)
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def _do(
     low = tl.load(factors_ptr + expert * (2 if UP else 1))
     high = tl.load(factors_ptr + expert * 2 + 1) if UP else low
     LIFT: tl.constexpr = NVFP4_LIFT if FORMAT == NVFP4 else 1.0
-    weights = (codes, scaled, (_top(low, FORMAT), _top(high, FORMAT)), low * LIFT, high * LIFT)
+    weights = (codes, scaled, (top_of(low, FORMAT), top_of(high, FORMAT)), low * LIFT, high * LIFT)
     edges = (first, first + count)
     if UP:
         lists = expert.to(tl.int64) * capacity - first

@@ -108,6 +108,14 @@ def _experts(
     return Tile(constants, num_warps=ks * rs, num_stages=stages, upto=upto)
 
 
+def _blocks(
+    w: int, *, r: int = 1, nb: int = 16, s: int = 1, ahead: int = 2, registers: int = 0, stages: int = 2, **upto: int
+) -> Tile:
+    """A tile of the experts' products for blocks of many rows; moe_blocks.fit says what the constants mean."""
+    constants = {"W": w, "R": r, "NB": nb, "S": s, "AHEAD": ahead, "REGISTERS": registers}
+    return Tile(constants, num_warps=w, num_stages=stages, upto=upto)
+
+
 def _few(ks: int, *, rs: int = 1, r: int = 1, depth: int = 2, split: int = 4, registers: int = 0, **upto: int) -> Tile:
     """A tile of a linear layer with few tokens; gemm_cut.fit_few says what the constants mean."""
     constants = {"R": r, "KS": ks, "RS": rs, "DEPTH": depth, "MAX_SPLIT": split, "RESIDENT": 1, "REGISTERS": registers}
@@ -298,6 +306,14 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _experts(2, rs=4, s=2, pair_s=2, registers=96, tokens=16),
             _experts(2, rs=8, pair_s=2, nb=8, many_s=2, registers=128, resident=2, stages=3),
         ),
+    },
+    "moe_up_blocks": {
+        "sm_120": (_blocks(8, nb=8, ahead=1, registers=128, stages=4),),
+        "sm_90": (_blocks(8, registers=128),),
+    },
+    "moe_down_blocks": {
+        "sm_120": (_blocks(8, nb=8, ahead=1, registers=128, stages=4),),
+        "sm_90": (_blocks(8, registers=128),),
     },
     # W: warps, 16 tokens each.   L: spans of 16 channels that a program goes through, at most ADDED.
     "hyper_spread": {

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.moe_gate [--device cuda]     from the repository's root; exit code 1 if a case fails
 
-Every tile of the table and others, one token to 1,024, padding, tables, other sizes, graph replay, the same call twice.
+Every tile of the table and others, one token to 4,096, padding, tables, other sizes, graph replay, the same call twice.
 Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 """
 
@@ -49,6 +49,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(n, padding, by_table) for n in (1, 2, 7, 64, 1000) for padding in (0, 1) for by_table in (False, True)),
         *(Case(n) for n in (8, 9, 16, 17, 33, 65, 128, 200, 256, 1024)),
         *(Case(n, same=True) for n in (16, 64, 256)),
+        *(Case(n, 3, by_table) for n in (257, 4096) for by_table in (False, True)),
         *(Case(n, dtype=torch.float32) for n in (3, 40)),
         *(Case(n, experts=8, hidden=64, top_k=2) for n in (1, 5, 33)),
         *(Case(n, 2, experts=384, hidden=7168, top_k=8) for n in (4, 50)),

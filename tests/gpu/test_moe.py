@@ -31,3 +31,7 @@ def test_every_code_under_every_scale_is_exact():
 
 def test_a_replayed_graph_computes_what_eager_calls_do():
     assert cases.replay_fault("cuda") == ""
+
+
+def test_a_tokens_bits_do_not_depend_on_the_others():
+    assert cases.alone_fault("cuda") == ""

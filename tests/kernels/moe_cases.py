@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from kernels import moe_blocks
 from kernels.expert_weights import ExpertWeights, dequantize_experts, pack_experts, to_pieces, to_products
 from kernels.moe_decode import experts_decode, experts_decode_reference, last_product
 from kernels.moe_routing import Routing, route_tokens, route_tokens_reference
@@ -58,8 +59,10 @@ class Case:
 
 def routing_fault(got: Routing, wanted: Routing) -> str:
     """Return how a routing differs from its reference, "" if not. The order of an expert's rows is free."""
+    if got.is_sorted != wanted.is_sorted:
+        return f"rows sorted: {got.is_sorted}, wanted {wanted.is_sorted}"
     used = 4 + 4 * int(wanted.active[0])
-    entries = [at for at in range(used) if at < 2 or (at >= 4 and at % 4 != 3)]
+    entries = [at for at in range(used) if at < 2 - got.is_sorted or (at >= 4 and at % 4 != 3)]
     if not torch.equal(got.ids, wanted.ids):
         return f"ids {got.ids.tolist()}, wanted {wanted.ids.tolist()}"[:400]
     if not torch.equal(got.active[entries], wanted.active[entries]):
@@ -73,13 +76,16 @@ def routing_fault(got: Routing, wanted: Routing) -> str:
     if not torch.equal(row.sort().values, torch.arange(row.numel(), device=row.device)):
         return f"rows {row.tolist()} are not {row.numel()} rows"[:400]
     token = real.nonzero()[:, 0].to(torch.int32)
-    if not torch.equal(got.token[expert, rank], token):
-        return f"tokens {got.token[expert, rank].tolist()} of rows, wanted {token.tolist()}"[:400]
+    at = row.long() if got.is_sorted else (expert, rank)
+    if not torch.equal(got.token[at], token):
+        return f"tokens {got.token[at].tolist()} of rows, wanted {token.tolist()}"[:400]
     weights = got.weights[real]
-    if not torch.equal(got.weight[expert, rank].nan_to_num(-1), weights.nan_to_num(-1)):
+    if not torch.equal(got.weight[at].nan_to_num(-1), weights.nan_to_num(-1)):
         return "weight of rows is not that of their choices"
     if not torch.allclose(got.weights, wanted.weights, rtol=1e-5, atol=1e-7, equal_nan=True):
         return f"weights off by {(got.weights - wanted.weights).abs().max():.2e}"
+    if got.is_sorted and not torch.equal(got.rank, wanted.rank):
+        return f"ranks {got.rank.tolist()}, wanted {wanted.rank.tolist()}"[:400]
     if (got.x_many is None) != (wanted.x_many is None):
         return "x for many rows where there are none, or not where there are"
     for x, expected in ((got.x, wanted.x), (got.x_many, wanted.x_many)):
@@ -177,6 +183,8 @@ def exactness_fault(device: str = "cpu") -> str:
     routing = Routing(
         column, column.float(), column, lists, lists.float(), rows[:1], active, to_pieces(ones), to_products(ones)
     )
+    products = to_products(ones)
+    blocks = Routing(column, column.float(), column, rows, rows.float(), rows[:1], active, products, products)
     designs = [make_tile(r=4, rs=2, nb=4), make_tile(r=4, rs=2), make_tile(r=2, rs=4, pair_s=1)]
     for fmt, scale in scales.items():
         factors = torch.ones(1, 1, device=device) if fmt == "nvfp4" else None
@@ -189,6 +197,9 @@ def exactness_fault(device: str = "cpu") -> str:
             if wrong.numel():
                 at = tuple(wrong[0].tolist())
                 return f"{fmt}: {got[at]} for {dequantize_experts(packed)[0][at]} in row and channel {at}"
+        got = moe_blocks.last_product(blocks, products, packed, unlift=1.0, tile=None).T
+        if not torch.equal(got, dequantize_experts(packed)[0]):
+            return f"{fmt}: other weights in blocks of many rows"
     return ""
 
 
