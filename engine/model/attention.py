@@ -3,8 +3,8 @@
 The cache is read and written here and nowhere else in the model. Order matters: entries of this step are stored first
 (a token sees the entry it completes), the window ring last (attention still needs the rows it overwrites).
 
-There are two ways through: over packed rows steps run kernels where there are any (`decode_batch`), those of prompts and
-of decode alike; elsewhere torch's operations run.
+There are two ways through: over packed rows steps run kernels where there are any (`decode_batch`), those of prompts
+and of decode alike; elsewhere torch's operations run.
 """
 
 from __future__ import annotations

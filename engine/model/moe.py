@@ -64,7 +64,7 @@ class MixtureOfExperts:
         return add_up(y) if isinstance(y, ExpertParts) else y
 
     def parts(self, x: Tensor, token_ids: Tensor, decode: DecodeBatch | None = None) -> Tensor | ExpertParts:
-        """Return the output as it comes: what packed experts give TOKENS tokens at most is left to the reader to add up.
+        """Return the output as it comes: what packed experts give up to TOKENS tokens is left to the reader to add up.
 
         The arguments are those of a call.
         """

@@ -14,7 +14,7 @@ simulated = settings(max_examples=25, deadline=None)
 
 
 def ends(left: list[int], budget: int, *, later: tuple[int, ...] = ()) -> list[int]:
-    """Return in which step each sequence ends; in every step one of `later` comes besides, until the others are done."""
+    """Return in which step each sequence ends; one of each of `later` comes with every step."""
     left, done = list(left), [0] * len(left)
     count, step = len(left), 0
     while any(left[:count]):
