@@ -92,7 +92,7 @@ class StepFloor:
         return self._parts(decode_work(self.model, batch, context))
 
     def chunk_parts(self, start: int, tokens: int, *, logits: int = 0) -> list[Part]:
-        """Return all parts of a step of `tokens` tokens of one prompt from `start` on. logits: tokens that have some."""
+        """Return all parts of a step of `tokens` tokens of a prompt from `start` on. logits: tokens that have some."""
         return self._parts(chunk_work(self.model, start, tokens, logits=logits))
 
     def ms(self, batch: float, context: float, device: Ceilings) -> float:
