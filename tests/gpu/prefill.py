@@ -108,6 +108,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def trials(device: str, dtype: str, formats: tuple[str, str], lengths: tuple[int, ...], chunks: tuple[int, ...]):
     """Return a line for each trial, those with a fault beginning with FAULT."""
+    torch.set_num_threads(1)
     lines = []
     with tempfile.TemporaryDirectory(prefix="isthmus-prefill-") as folder, torch.inference_mode():
         geo = _module("gpu_geo", TESTS / "gpu/geo.py")
