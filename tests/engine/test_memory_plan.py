@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 import engine.cache
+import engine.model.attention
 import engine.model.moe
 import kernels.indexer_decode
 import kv_transfer.checksum
@@ -106,6 +107,7 @@ def test_constants_are_those_of_what_they_stand_for() -> None:
     assert memory_parts.WORKSPACE_SCORES == kernels.indexer_decode.WORKSPACE_SCORES
     assert memory_parts.CHECKSUM_BYTES == kv_transfer.checksum._PORTION_BYTES
     assert memory_parts.EXPERTS_TOKENS == engine.model.moe.TOKENS
+    assert memory_parts.KERNEL_TOKENS == engine.model.attention.KERNEL_TOKENS
 
 
 # ---------------------------------------------------------------- at start
