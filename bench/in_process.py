@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,11 +20,11 @@ from engine.flags import ConfigError, engine_config
 from engine.memory_parts import fixed_parts
 from engine.prompt_run import PromptRun
 from engine.runner import ModelRunner
+from engine.served_model import served_model
 from engine.steady_batch import SteadyBatch
 from engine.step_profiler import floor_of
 from kernels.bench import current_commit
 from kernels.gpu_timer import Device, describe, warm_clocks
-from router.protocol import WorkerRole
 
 
 class InProcessEngine:
@@ -43,8 +43,11 @@ class InProcessEngine:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """args: with what `bench.step_flags` has added. Raises ConfigError, WeightsError, ValueError."""
-        role: WorkerRole = "prefill" if chunk_tokens else "decode"
+        role: Literal["prefill", "decode"] = "prefill" if chunk_tokens else "decode"
         config = engine_config(args, role=role, yaml_section=None, environ=os.environ)
+        most = served_model(config).config.max_position_embeddings
+        if longest > most:
+            raise ValueError(f"sequences of {longest} tokens: the model ends at {most}; take shorter ones")
         num_blocks = sequences * -(-longest // config.block_size)
         config = msgspec.structs.replace(
             config,

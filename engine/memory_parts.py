@@ -31,6 +31,7 @@ SCRATCH_BYTES = 16 * MIB
 WORKSPACE_SCORES = 1 << 24
 EXPERTS_TOKENS = 256
 KERNEL_TOKENS = 8
+MOST_TOKENS = 8192  # of a step, whatever its sequences: what kernels for packed rows are made for
 CHECKSUM_BYTES = 32 * MIB
 
 # Of each of a token's query channels, the operations for prompts hold 19 bytes at once (counted on the CPU, with

@@ -41,13 +41,12 @@ class PromptRun:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Raises ValueError for what the runner's cache or the model has no room for."""
-        cache, longest = runner.cache, runner.model_config.max_position_embeddings
+        """Raises ValueError for a prompt that the runner's cache has no room for."""
+        cache = runner.cache
         blocks = cache.layout.num_blocks_for(prompt)
-        if blocks > cache.num_blocks or prompt > longest:
+        if blocks > cache.num_blocks:
             raise ValueError(
-                f"prompt of {prompt} tokens: needs {blocks} blocks, the cache has {cache.num_blocks}; the model ends "
-                f"at {longest} tokens; take a shorter one"
+                f"prompt of {prompt} tokens: needs {blocks} blocks, the cache has {cache.num_blocks}; shorten it"
             )
         self._runner, self._numbers, self._clock = runner, numbers, clock
         draw = random.Random(seed)

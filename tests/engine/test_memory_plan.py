@@ -150,6 +150,11 @@ def test_start_without_a_graph_of_an_admitted_batch_is_refused() -> None:
         found.corrected(measured(found, free=20 * GIB, graph_nodes=nodes))
 
 
+def test_chunks_longer_than_kernels_take_are_refused() -> None:
+    with pytest.raises(PlanError, match="max_num_batched_tokens 8193: a step on a GPU has 8192 at most"):
+        plan(role="prefill", max_num_batched_tokens=8193)
+
+
 def test_a_prompt_s_workspace_counts_before_a_chunk_has_run() -> None:
     found = plan(role="prefill", max_num_batched_tokens=8192)
     workspace = part(found, "workspace")
