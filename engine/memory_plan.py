@@ -159,7 +159,8 @@ def plan_memory(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPlan:
         )
     if config.device == "cuda" and config.kv_cache_dtype == "packed" and config.max_num_batched_tokens > MOST_TOKENS:
         raise PlanError(
-            f"max_num_batched_tokens {config.max_num_batched_tokens}: a step on a GPU has {MOST_TOKENS} at most; lower it"
+            f"max_num_batched_tokens {config.max_num_batched_tokens}: a step on a GPU has {MOST_TOKENS} at most; "
+            "lower it"
         )
     device_bytes = device_memory(config)
     if device_bytes is None:

@@ -70,6 +70,7 @@ def test_eager_steps_need_no_graphs() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_refusal_names_the_nearest_that_fit_and_they_are_the_nearest(role: str) -> None:
     wanted = {"role": role, "gpu_memory_gib": 46.2, "max_model_len": 1048576, "max_num_seqs": 200}
+    wanted["max_num_batched_tokens"] = 1024
     with pytest.raises(PlanError) as refused:
         plan(**wanted)
     text = str(refused.value)
