@@ -1,7 +1,7 @@
 """What a rank's memory goes to besides the cache: each part in bytes, with its arithmetic, before it is allocated.
 
 Weights and pools are exact. Workspace is an upper bound by the operations of one layer (one layer's tensors make room
-for the next one's). Graphs and what CUDA and its libraries take are constants, which a start measures and puts right.
+for the next one's). What CUDA, its libraries, graphs and the allocator take are constants, which a start puts right.
 On the CPU only weights and cache are counted: the host's memory is nobody's to plan. No torch here.
 """
 
@@ -17,18 +17,24 @@ from router.protocol import MemoryPart
 
 MIB, GIB = 2**20, 2**30
 
-# Not measured yet, and generous: a captured graph, a node of it, the nodes of a layer, and those of a step besides.
-GRAPH_BYTES = 2 * MIB
-NODE_BYTES = 8 << 10
+# The constants are of one H200 with 5 and with 11 graphs of 696 nodes (docs/results/memory_plan_h200.json).
+# CUDA's context, code of kernels, workspaces of libraries: 621 MiB at the end of a start, and room for what was not
+# there: a transport's libraries, code that is loaded later.
+CONTEXT_BYTES = 725 * MIB
+# Captures took 80 and 98 MiB beyond the allocator: 64 whatever their number, and a node's share.
+CAPTURE_BYTES = 64 * MIB
+NODE_BYTES = 9 << 9
 NODES_OF_LAYER, NODES_OF_STEP = 16, 12
-# CUDA context, code of kernels, workspaces of libraries. To be measured at start, like the graphs.
-CONTEXT_BYTES = 6 * GIB // 10
-# Never given away: the allocator's round numbers, and what a driver takes later.
+# The allocator held up to 98 MiB more than is counted here as workspace and sampling, unused in its blocks, and 33 more
+# than weights have (rounding).
+ALLOCATOR_BYTES = 136 * MIB
+# Never given away: what a driver takes later.
 MARGIN_BYTES = GIB // 2
 
-# As in engine.cache, kernels.indexer_decode, engine.model and kv_transfer.checksum, which import torch.
+# As in engine.cache, kernels.indexer_decode, indexer_chunk, engine.model and kv_transfer.checksum, which import torch.
 SCRATCH_BYTES = 16 * MIB
 WORKSPACE_SCORES = 1 << 24
+CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
 KERNEL_TOKENS = 8
 MOST_TOKENS = 8192  # of a step, whatever its sequences: what kernels for packed rows are made for
@@ -52,7 +58,7 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
     if config.device == "cpu":
         return [weights]
     local = shard_of(config).of(model)
-    parts = [weights, _scratch(), _context()]
+    parts = [weights, _scratch(), _context(), _allocator()]
     if config.role == "decode":
         parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
     else:
@@ -86,12 +92,14 @@ def _size(num_bytes: int) -> str:
 
 def _graphs(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
     sizes, nodes = captured_sizes(config), NODES_OF_LAYER * local.num_hidden_layers + NODES_OF_STEP
-    how = "none: decode kernels read packed rows only"
+    num_bytes, how = 0, "none: decode kernels read packed rows only"
     if config.enforce_eager:
         how = "none are captured (enforce_eager)"
     if sizes:
-        how = f"{len(sizes)} of up to {sizes[-1]} sequences, about {nodes} nodes each"
-    return MemoryPart(name="graphs", num_bytes=len(sizes) * (GRAPH_BYTES + nodes * NODE_BYTES), how=how)
+        num_bytes = CAPTURE_BYTES + len(sizes) * nodes * NODE_BYTES
+        once = f"{CAPTURE_BYTES // MIB} MiB once"
+        how = f"{len(sizes)} of up to {sizes[-1]} sequences, about {nodes} nodes each, and {once}"
+    return MemoryPart(name="graphs", num_bytes=num_bytes, how=how)
 
 
 def _decode_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVLayout) -> MemoryPart:
@@ -120,7 +128,7 @@ def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KV
     scores, bytes_of_matrix = 0, 6  # as float32 and as bfloat16
     if config.kv_cache_dtype == "packed" and tokens <= KERNEL_TOKENS:
         bytes_of_matrix = 2
-        scores = 4 * WORKSPACE_SCORES if local.layers_of(CSA_RATIO) else 0
+        scores = 4 * CHUNK_SCORES if local.layers_of(CSA_RATIO) else 0
         activations = tokens * (_streams(local) + _MIX_BYTES_OF_CHANNEL * local.hidden_size)
         activations += max(tokens * _attended(local), _experts(tokens, local))
     else:
@@ -160,7 +168,13 @@ def _scratch() -> MemoryPart:
 
 
 def _context() -> MemoryPart:
-    return MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, how="context, code of kernels, libraries: by experience")
+    return MemoryPart(name="CUDA", num_bytes=CONTEXT_BYTES, how="context, code of kernels, libraries: as on an H200")
+
+
+def _allocator() -> MemoryPart:
+    return MemoryPart(
+        name="allocator", num_bytes=ALLOCATOR_BYTES, how="unused in its blocks, weights rounded up: as on an H200"
+    )
 
 
 def _streams(local: DeepSeekV4Config) -> int:

@@ -20,7 +20,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.device_memory import device_memory
 from engine.memory_fit import Room, largest_batch, make_room, nearest_that_fit
-from engine.memory_parts import GIB, MARGIN_BYTES, MIB, MOST_TOKENS, captured_sizes
+from engine.memory_parts import GIB, MARGIN_BYTES, MIB, MOST_TOKENS, SCRATCH_BYTES, captured_sizes
 from engine.model.config import DeepSeekV4Config
 from engine.plan import MeasuredMemory
 from kv_transfer.layout import KVLayout
@@ -74,22 +74,23 @@ class MemoryPlan:
         if missing:
             raise PlanError(f"no graph of {missing[0]} sequences was captured, of {len(missing)} sizes in all")
         counted = {part.name: part.num_bytes for part in self.parts}
-        workspace = counted["workspace"] + counted.get("sampling", 0)
+        workspace = counted["workspace"] + counted.get("sampling", 0) + counted["allocator"]
         found = {
             "weights": measured.weight_bytes,
             "workspace": measured.workspace_bytes,
             "graphs": measured.graph_bytes,
         }
-        known = self.cache_bytes + sum(found.values())
+        known = self.cache_bytes + SCRATCH_BYTES + sum(found.values())
         found["CUDA"] = measured.device_bytes - measured.free_bytes - known
+        found["transport"] = counted["transport"]  # of which only its pool, SCRATCH_BYTES, is there yet
         hows = dict(_WHAT_IS_MEASURED)
         if not measured.graph_nodes and workspace > measured.workspace_bytes:
             found["workspace"], hows["workspace"] = workspace, "planned: no step has run yet"
-        planned = {"workspace": workspace, "CUDA": counted["CUDA"] + counted["transport"]}
         cache = [part for part in self.parts if part.name in ("cache blocks", "state slots")]
         parts = [msgspec.structs.replace(part, planned_bytes=part.num_bytes) for part in cache]
+        counted["workspace"] = workspace
         parts += [
-            MemoryPart(name=name, num_bytes=size, how=hows[name], planned_bytes=planned.get(name, counted.get(name, 0)))
+            MemoryPart(name=name, num_bytes=size, how=hows[name], planned_bytes=counted.get(name, 0))
             for name, size in found.items()
         ]
         parts.sort(key=lambda part: -part.num_bytes)
@@ -139,7 +140,8 @@ _WHAT_IS_MEASURED = {
     "weights": "measured when they were loaded",
     "workspace": "measured: the allocator's, beyond weights and pools",
     "graphs": "measured: what captures took beyond the allocator",
-    "CUDA": "measured: all else, transports and other processes included",
+    "CUDA": "measured: all else, a transport's libraries and other processes included",
+    "transport": "planned: its pool is there, checksums come with caches",
 }
 
 

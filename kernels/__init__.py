@@ -11,6 +11,7 @@
     compress          gated pooling of 4 or 128 tokens into one entry, with running state
     indexer           scores and top-k of compressed entries
     indexer_decode    the same for a decode step, queries made ready, in three launches, or two behind cache_write
+    indexer_chunk     the same for many tokens of a sequence, which share a reading of its keys
     cache_write       scatter into window rings and blocks
     cache_write_decode  the same for a decode step, norm, rope, compression, the indexer's queries too, one launch
     sparse_attention  shared-KV attention over window and selected entries, with sink

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.bench import Bench
 from kernels.gemm import BLOCK
 from kernels.gemm_decode import grouped_linear_decode, linear_decode
+from kernels.gemm_large import LARGE
 from kernels.gemm_pair import linear_pair_decode
 
 HIDDEN, QUERY, INNER, VOCABULARY, LIMIT = 4096, 1024, 2048, 129280, 10.0
@@ -79,8 +80,8 @@ def benches() -> list[Bench]:
         *(_bench(layer, tokens, ranks=4) for tokens in (8, 16, 32, 256) for layer in layers(4)[:4]),
         *(_bench(layers(4)[4], tokens, ranks=4) for tokens in (16, 32)),
         *(_bench(layer, tokens) for tokens in (16, 256) for layer in SHARED[:2]),
-        *(_bench(layer, tokens, ranks=4) for tokens in (512, 4096) for layer in layers(4)[:4]),
-        _bench(SHARED[0], 4096),
+        *(_bench(layer, tokens, ranks=4) for tokens in (512, 4096) for layer in layers(4)[:6]),
+        *(_bench(layer, 4096) for layer in SHARED[:3]),
         *(_bench(layer, 64, quantize=True) for layer in SHARED if layer.is_quantised),
         *(_bench(layer, 64, ranks=n, quantize=True) for n in RANKS for layer in layers(n) if layer.is_quantised),
         *(_bench(layer, 32, ranks=4, quantize=True) for layer in layers(4) if layer.is_quantised),
@@ -106,6 +107,8 @@ def samples() -> list[Bench]:
         _bench(Layer("fp8", 80, 320, is_normed=True), 20, quantize=True),
         _bench(Layer("fp8 of few rows", 80, 2048), 20, quantize=True),
         _bench(Layer("fp8", 200, 300), 70),
+        _bench(Layer("fp8", 80, 320, is_normed=True), LARGE + 1),
+        _bench(Layer("fp8 gated", 96, 256, is_gated=True), LARGE + 1),
         _bench(wide, 3),
         _bench(wide, 20),
         _bench(Layer("float of few rows", 32, 8192, is_float=True), 3),  # programs share the channels

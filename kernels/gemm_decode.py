@@ -1,4 +1,4 @@
-"""Linear layers of a decode step, and of a prefill: weights as a checkpoint stores them, one launch.
+"""Linear layers of a step: weights as a checkpoint stores them, one launch. Many tokens go on in gemm_large.py.
 
     out[t] = rms(x[t], norm) W^T     W [N, K]: e4m3 with a float32 scale per 128x128 tile, bfloat16, or float32
     out[t, g] = x[t, g] W_g^T        W [G, N, K]
@@ -35,6 +35,7 @@ from kernels.gemm_cut import (
 )
 from kernels.gemm_few_triton import few_kernel
 from kernels.gemm_held_triton import held_kernel
+from kernels.gemm_large import is_large, large_linear
 from kernels.gemm_triton import many_kernel, norm_kernel, quantize_kernel
 from kernels.launch_order import ASIDE, CHAIN, IN_CHAIN, Order
 from kernels.moe import gated
@@ -70,8 +71,9 @@ def linear_decode(
     at which the weight begins within its first tile.   norm: [K], weight of an RMS norm of x over K, with `eps`.
     limit: the first half of the rows, a multiple of 8, are gates of the others, and moe.gated of both is [T, N / 2].
     quantize: x to e4m3 first, the normed x if there is a norm.   tile: instead of the table's.   order: among launches
-    (launch_order.py); of several, a lead's last one leads, and none is aside.   Calls of one stream share counters
-    (scratch.py). Nothing but x may be written by the kernel before. Raises ValueError for what does not fit.
+    (launch_order.py); of several, a lead's last one leads, and none is aside; of many tokens none leads.   Calls of one
+    stream share counters (scratch.py). Nothing but x may be written by the kernel before. Raises ValueError for what
+    does not fit.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: wanted [T, K] and [N, K]")
@@ -232,6 +234,11 @@ def _launch(
     if weight.data_ptr() % 16:
         raise ValueError(f"weight begins {weight.data_ptr() % 16} bytes behind a multiple of 16: its kernel needs one")
     rows, channels = weight.shape[0] // groups, weight.shape[1]
+    if tile is None and is_large(x, weight, quantize=quantize):
+        order.behind()  # nothing leads, and nothing is aside
+        x = x if norm is None else _normed(x, norm, eps)
+        large_linear(out, x, weight, scale, offset=offset, limit=limit)
+        return
     kind, unit = KINDS[weight.dtype], weight.element_size()
     tile = tile or table_tile(
         arch_of(x.device), tokens, rows=groups * rows, channels=channels, unit=unit, quantize=quantize,

@@ -25,6 +25,7 @@ from kernels.ragged import DecodeBatch
 from kernels.row_store import scale_row_bytes, value_bytes
 from kernels.rows import Rows
 
+FORMATS = ("fp8_index", "fp4_index")
 HEADS, DIM, ROPE, TOP_K, RATIO, BLOCK_ROWS = 64, 128, 64, 512, 4, 64
 
 
@@ -39,6 +40,7 @@ def benches() -> list[Bench]:
         _logits_bench(32, 8192, length=2),
         *(_top_k_bench(count, keys) for count, keys in ((64, 2048), (64, 8192), (64, 32768), (1, 2048), (1, 262144))),
         *(_whole_bench(64, 2048, most) for most in (1 << 14, 1 << 20)),
+        *(_chunk_bench(4096, keys, fmt) for fmt in FORMATS for keys in (2048, 32768)),
     ]
 
 
@@ -51,6 +53,7 @@ def samples() -> list[Bench]:
         _whole_bench(2, 400, 0),
         _top_k_bench(2, 10000),
         _top_k_bench(5, 700),
+        *(_chunk_bench(5, 544, fmt) for fmt in FORMATS),
     ]
 
 
@@ -77,7 +80,8 @@ def draw_inputs(
 ) -> Inputs:
     """Return `count` sequences of `length` tokens, the last of which sees `keys` keys.
 
-    most: positions that the block table has room for, if more.
+    most: positions that the block table has room for, if more. More than four tokens are a chunk, which tells its
+    longest sequence, and of whose queries every 256th is the same.
     """
     draw = torch.Generator(device).manual_seed(seed)
     held = -(-keys // BLOCK_ROWS)
@@ -112,8 +116,11 @@ def draw_inputs(
         block_table=table,
         num_tokens=tokens,
         max_query_len=length,
+        longest=RATIO * keys if length > 4 else None,
     )
-    q = torch.randn(tokens, HEADS, DIM, generator=draw, device=device).to(torch.bfloat16)
+    drawn = min(tokens, 256)
+    q = torch.randn(drawn, HEADS, DIM, generator=draw, device=device).to(torch.bfloat16)
+    q = q.repeat(-(-tokens // drawn), 1, 1)[:tokens]
     weight = torch.randn(tokens, HEADS, generator=draw, device=device).to(torch.bfloat16)
     frequencies = 160000.0 ** -(torch.arange(0, ROPE, 2, device=device) / ROPE)
     return Inputs(q, weight, rotation_at(batch.positions, frequencies), batch, rows)
@@ -173,4 +180,21 @@ def _whole_bench(count: int, keys: int, most: int, *, fmt: str = "fp8_index", le
         make=make,
         bytes=count * keys * key_bytes(fmt) + count * length * (HEADS * DIM * 2 + 4 * TOP_K),
         flops=2 * count * length * keys * HEADS * DIM,
+    )
+
+
+def _chunk_bench(length: int, keys: int, fmt: str) -> Bench:
+    def make(device: torch.device, i: int) -> Launch:
+        inputs = draw_inputs(device, i, 1, keys, fmt=fmt, length=length)
+        query = inputs.query()
+        return lambda: index_select(query, inputs.batch, inputs.keys, ratio=RATIO, top_k=TOP_K)
+
+    seen = sum((RATIO * keys - i) // RATIO for i in range(length))
+    return Bench(
+        group="prefill",
+        op="indexer_chunk",
+        shape=f"{length} tokens keys={keys} {fmt}",
+        make=make,
+        bytes=keys * key_bytes(fmt) + length * (HEADS * (DIM * (1 if fmt == "fp8_index" else 2) + 4) + 4 * TOP_K),
+        flops=2 * seen * HEADS * DIM,
     )

@@ -35,6 +35,7 @@ from triton import cdiv, next_power_of_2
 
 from kernels.indexer import select_top_k_reference
 from kernels.indexer_board_triton import MOST_BINS
+from kernels.indexer_chunk import is_chunk, key_args, select_chunk
 from kernels.indexer_query_triton import query_kernel
 from kernels.indexer_topk_triton import INTEGERS as TOP_K_INTEGERS
 from kernels.indexer_topk_triton import UNSEEN, top_k_kernel
@@ -43,7 +44,6 @@ from kernels.norm_rope import rope_reference
 from kernels.quant import hadamard as hadamard_reference
 from kernels.quant import quantize_e2m1, quantize_e4m3
 from kernels.ragged import DecodeBatch
-from kernels.row_store import row_args
 from kernels.rows import FP4_GROUP, Rows, round_trip
 from kernels.scratch import zeros
 from kernels.tiles import Tile, Variant, tile_for, tiles_of
@@ -52,6 +52,7 @@ from kernels.triton_env import HAS_PDL, arch_of, sm_count, uses_triton
 QUERY, LOGITS, TOP_K = "indexer_query", "indexer_logits", "indexer_top_k"
 WORKSPACE_SCORES = 1 << 24
 MOST_TOKENS = 4096
+_REFERENCE_DOTS = 1 << 24  # products at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +202,8 @@ def index_scores(
     """
     _check_keys(query, batch, keys, ratio, top_k)
     tokens, heads, dim = query.values.shape
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{tokens} tokens: {MOST_TOKENS} at most, more are a chunk")
     device = query.values.device
     together = next_power_of_2(min(max(batch.max_query_len, 1), 4))
     tile = tile or tile_for(LOGITS, arch_of(device), queries=together, fp4=int(query.format == "fp4_index"))
@@ -211,19 +214,13 @@ def index_scores(
     scores = Scores(torch.empty(max(capacity, 1) * block, dtype=torch.float32, device=device), block, together)
     if not tokens:
         return scores
-    values, scales, unit_bytes = row_args(keys)
-    if values.data_ptr() % 16 or unit_bytes % 16:
-        raise ValueError(
-            f"keys {values.data_ptr() % 16} bytes off, units of {unit_bytes} bytes: wanted multiples of 16"
-        )
-    word = _scale_word(query.format, dim)
-    scales = scales.view(word)
+    values, scales, unit_bytes = key_args(keys)
     pdl, launch = _launch(device)
     most = tokens * cdiv(batch.block_table.shape[1] * keys.rows, block)
     logits_kernel[(_programs(device, tile, most),)](
         query.values, query.weight, scores.values, batch.positions, batch.sequence, batch.query_start,
-        batch.block_table, values.view(torch.float8_e4m3fn if query.format == "fp8_index" else torch.int32), scales,
-        unit_bytes // 16, unit_bytes // word.itemsize, batch.block_table.shape[1], keys.num_units, tokens, capacity,
+        batch.block_table, values, scales, unit_bytes // 16, unit_bytes // scales.element_size(),
+        batch.block_table.shape[1], keys.num_units, tokens, capacity,
         TOP_K=top_k, RATIO=ratio, TOKENS=_padded_tokens(tokens), PDL=pdl,
         **_logits_constants(query.format, heads, dim, keys.rows, together, tile),
         num_warps=tile.num_warps, num_stages=1, **launch,
@@ -242,44 +239,63 @@ def select_scored(scores: Scores, batch: DecodeBatch, *, ratio: int, top_k: int,
 
 def index_select_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> Tensor:
     """See index_select."""
-    selected = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int32, device=batch.device)
-    for token in range(batch.num_tokens):
-        sequence, visible = int(batch.sequence[token]), (int(batch.positions[token]) + 1) // ratio
-        if sequence < 0:
-            continue
-        row = torch.arange(visible, device=batch.device)
-        if visible > top_k:
-            scores = scores_reference(query, batch, keys, token=token, visible=visible)
-            row = select_top_k_reference(scores[None], top_k)[0]
-            row = row[row >= 0].sort().values if bool(scores.isfinite().all()) else row.new_tensor([UNSEEN])
-        selected[token, : row.shape[0]] = row.to(torch.int32)
+    visible = torch.where(batch.sequence >= 0, (batch.positions + 1) // ratio, 0)
+    is_scored = visible > top_k
+    column = torch.arange(top_k, dtype=torch.int32, device=batch.device)
+    selected = torch.where((column < visible[:, None]) & ~is_scored[:, None], column, -1)
+    for sequence in sorted(set(batch.sequence[is_scored].tolist())):
+        tokens = (is_scored & (batch.sequence == sequence)).nonzero()[:, 0]
+        most = int(visible[tokens].max())
+        key = _keys_of(batch, keys, sequence, most)
+        entry = torch.arange(most, device=batch.device)
+        for part in tokens.split(max(1, _REFERENCE_DOTS // (query.values.shape[1] * most))):
+            is_hidden = entry >= visible[part, None]
+            scores = _scores_of(query, part, key)
+            is_sound = (scores.isfinite() | is_hidden).all(1)
+            best = select_top_k_reference(scores.masked_fill(is_hidden, -math.inf), top_k).sort().values
+            unsound = torch.where(column == 0, UNSEEN, -1)
+            selected[part] = torch.where(is_sound[:, None], best, unsound).to(torch.int32)
     return selected
 
 
 def scores_reference(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, token: int, visible: int) -> Tensor:
     """Return the scores [visible] float32 of a token; NaN for entries without a block."""
-    entry = torch.arange(visible, device=batch.device)
+    key = _keys_of(batch, keys, int(batch.sequence[token]), visible)
+    return _scores_of(query, torch.tensor([token], device=batch.device), key)[0]
+
+
+def _keys_of(batch: DecodeBatch, keys: Rows, sequence: int, count: int) -> Tensor:
+    """Return the first keys [count, D] float32 of a sequence; NaN for entries without a block."""
+    entry = torch.arange(count, device=batch.device)
     column, row = entry // keys.rows, entry % keys.rows
     is_known = column < batch.block_table.shape[1]
-    block = batch.block_table[int(batch.sequence[token])].long()
+    block = batch.block_table[sequence].long()
     unit = torch.where(is_known, block[column.clamp(max=block.shape[0] - 1)], -1)
     is_known = (unit >= 0) & (unit < keys.num_units)
-    key = torch.full((visible, keys.width), math.nan, device=batch.device)
+    key = torch.full((count, keys.width), math.nan, device=batch.device)
     key[is_known] = keys.read(unit[is_known], row[is_known])
-    dots = query.values[token].float() @ key.T
-    return query.weight[token] @ torch.where(dots < 0, 0.0, dots)
+    return key
+
+
+def _scores_of(query: IndexQuery, tokens: Tensor, key: Tensor) -> Tensor:
+    """Return the scores [N, B] float32 of tokens [N] for keys [B, D]."""
+    dots = query.values[tokens].float() @ key.T
+    return torch.bmm(query.weight[tokens][:, None], torch.where(dots < 0, 0.0, dots))[:, 0]
 
 
 def index_select(query: IndexQuery, batch: DecodeBatch, keys: Rows, *, ratio: int, top_k: int) -> Tensor:
     """Return selected [T, top_k] int32: entry numbers as sparse_attention_decode reads them.
 
-    The keys of this step's entries must have been written. Calls of one stream share counters (scratch.py).
+    The keys of this step's entries must have been written. Calls of one stream share counters (scratch.py). A step of
+    many tokens takes the kernels of indexer_chunk.py.
     With dependent launch the batch is read before the kernel ahead has ended: neither it nor one that lets others begin
     early may have written it in this step.
     """
     _check_keys(query, batch, keys, ratio, top_k)
     if not uses_triton(query.values):
         return index_select_reference(query, batch, keys, ratio=ratio, top_k=top_k)
+    if is_chunk(batch):
+        return select_chunk(query, batch, keys, ratio=ratio, top_k=top_k)
     scores = index_scores(query, batch, keys, ratio=ratio, top_k=top_k)
     return select_scored(scores, batch, ratio=ratio, top_k=top_k)
 
@@ -352,13 +368,6 @@ def _padded_tokens(tokens: int) -> int:
     return next(n for n in (64, 512, MOST_TOKENS) if tokens <= n)
 
 
-def _scale_word(fmt: str, dim: int) -> torch.dtype:
-    """Return the type as which the scales of one row are read at once."""
-    if fmt == "fp8_index":
-        return torch.float32
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dim // FP4_GROUP]
-
-
 def _programs(device: torch.device, tile: Tile, most: int) -> int:
     """Return how many programs share the work, of which there are at most `most` pieces."""
     return max(1, min(sm_count(device) * tile.constants["RESIDENT"], most))
@@ -371,10 +380,9 @@ def _launch(device: torch.device) -> tuple[bool, dict[str, Any]]:
 
 def _check_keys(query: IndexQuery, batch: DecodeBatch, keys: Rows, ratio: int, top_k: int) -> None:
     tokens, heads, dim = query.values.shape
-    if tokens != batch.num_tokens or query.weight.shape != (tokens, heads) or tokens > MOST_TOKENS:
+    if tokens != batch.num_tokens or query.weight.shape != (tokens, heads):
         raise ValueError(
-            f"queries {tuple(query.values.shape)}, weights {tuple(query.weight.shape)} for {batch.num_tokens} tokens; "
-            f"{MOST_TOKENS} at most"
+            f"queries {tuple(query.values.shape)}, weights {tuple(query.weight.shape)} for {batch.num_tokens} tokens"
         )
     if keys.format != query.format or keys.width != dim:
         raise ValueError(f"{keys.format} keys of {keys.width} channels, queries {query.format} of {dim}")

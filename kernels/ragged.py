@@ -73,6 +73,7 @@ class DecodeBatch:
     positions [T]; sequence [T], -1 for a padding token, which reads and writes nothing.   starts [B]: first position of
     each sequence in this step.   query_start [B+1]: its first token.   slots [B]; block_table [B, N]: -1 where nothing.
     max_query_len: most tokens of one sequence. Both ints are fixed when a graph is captured.
+    longest: tokens of the longest sequence, these included, where the host knows them: not when a graph is captured.
     """
 
     positions: Tensor
@@ -83,6 +84,7 @@ class DecodeBatch:
     block_table: Tensor
     num_tokens: int
     max_query_len: int
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         tokens, sequences = self.num_tokens, self.slots.shape[0]
@@ -192,6 +194,7 @@ class RaggedBatch:
             block_table=narrow(self.block_table),
             num_tokens=self.num_tokens,
             max_query_len=max((length for _, length in self.spans), default=0),
+            longest=max((start + length for start, length in self.spans), default=0),
         )
 
     def num_visible(self, ratio: int) -> Tensor:

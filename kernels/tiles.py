@@ -133,6 +133,11 @@ def _held(rows: int, columns: int, steps: int, *, warps: int = 8, split: int = 4
     return Tile(constants | {"RESIDENT": 1, "LEAST": least}, num_warps=warps, upto=upto)
 
 
+def _dequantize(rows: int, blocks: int, *, warps: int = 4) -> Tile:
+    """A tile of weights that are widened: rows, and scales along each."""
+    return Tile({"BLOCK_R": rows, "BLOCKS": blocks}, num_warps=warps)
+
+
 def _spread(warps: int, spans: int, **upto: int) -> Tile:
     return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
 
@@ -161,6 +166,18 @@ def _sampling(
 def _logits(block_n: int, *, stages: int, resident: int, warps: int = 4, **upto: int) -> Tile:
     """A tile of the indexer's scores: blocks of keys, of which `stages` are on their way; programs a multiprocessor."""
     return Tile({"BLOCK_N": block_n, "STAGES": stages, "RESIDENT": resident}, num_warps=warps, upto=upto)
+
+
+def _chunk(
+    block_n: int, queries: int, *, stages: int, span: int = 2048, registers: int = 0, warps: int = 4, **upto: int
+) -> Tile:  # fmt: skip
+    """A tile of a chunk's scores: blocks of keys, `stages` of them on their way; tokens of a program, and its keys.
+
+    registers: limit a thread, or 0.
+    """
+    constants = {"BLOCK_N": block_n, "QUERIES": queries, "STAGES": stages, "SPAN": span // block_n}
+    constants |= {"REGISTERS": registers}
+    return Tile(constants, num_warps=warps, upto=upto)
 
 
 def _write(heads: int, index_heads: int, *, warps: int = 4, **upto: int) -> Tile:
@@ -205,6 +222,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _linear(128, 128, warps=8, stages=3, split=1),
         ),
     },
+    "linear_dequantize": {"sm_120": (_dequantize(8, 4),), "sm_90": (_dequantize(8, 4),)},
     # Two matrices in one launch: programs of both find room at once, two on a multiprocessor.
     "linear_pair_few": {
         "sm_120": (_few(8, registers=128, tokens=8), _few(4, registers=168)),
@@ -307,6 +325,14 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _logits(64, stages=3, resident=3, queries=2),
             _logits(64, stages=4, resident=2, warps=8),
         ),
+    },
+    "indexer_chunk_scores": {
+        "sm_120": (_chunk(64, 2, stages=3, fp4=0), _chunk(64, 2, stages=3, warps=8)),
+        "sm_90": (_chunk(64, 2, stages=4, fp4=0), _chunk(64, 4, stages=3, warps=8)),
+    },
+    "indexer_row_top_k": {
+        "sm_120": (Tile({"TILE": 1024}, num_warps=4),),
+        "sm_90": (Tile({"TILE": 2048}, num_warps=8),),
     },
     # CHUNK: scores that one program looks over; a longer row is shared.
     "indexer_top_k": {

@@ -15,12 +15,15 @@ import struct
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
+
+from kv_transfer.host_pieces import Table
 
 MAX_MESSAGE_BYTES = 128 << 10
 MAX_NOTIFICATION_BYTES = 64 << 10
 MAX_PIECES = 1024
 _SEND_BUFFER_BYTES = 512 << 10
-_PIECE = struct.Struct("<qqq")
+_PIECE_BYTES = 24
 _HUNG_UP = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
@@ -42,6 +45,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """No welcome, for reason `error`."""
 
     error: str
+
+
+class Coming(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A write has begun: its first buffer will be full in a moment, sooner than a thread is woken."""
 
 
 class Fill(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -72,7 +79,7 @@ class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: bytes
 
 
-Message = Hello | Welcome | Refused | Fill | Emptied | Word
+Message = Hello | Welcome | Refused | Coming | Fill | Emptied | Word
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -85,16 +92,16 @@ class HangUp(LinkError):
     """The other side has closed the connection, or its process has ended: it does nothing more."""
 
 
-def pack_pieces(pieces: list[tuple[int, int, int]]) -> bytes:
-    """Encode (index of the pool in the receiver's endpoint, offset in bytes, size in bytes) of each piece."""
-    return b"".join(_PIECE.pack(*piece) for piece in pieces)
+def pack_pieces(table: Table) -> bytes:
+    """Encode [N, 3] int64, see host_pieces.Table."""
+    return table.astype("<i8").tobytes()
 
 
-def unpack_pieces(data: bytes) -> Iterator[tuple[int, int, int]]:
+def unpack_pieces(data: bytes) -> Table:
     """Raises LinkError if that is no list of pieces."""
-    if not data or len(data) % _PIECE.size:
+    if not data or len(data) % _PIECE_BYTES:
         raise LinkError(f"{len(data)} bytes are no list of pieces")
-    return _PIECE.iter_unpack(data)
+    return np.frombuffer(data, "<i8").reshape(-1, 3).astype(np.int64)
 
 
 class Link:

@@ -9,9 +9,11 @@ import logging
 import select
 from typing import Any
 
-from kv_transfer.host_copy import Copier, Copy, CopyError
+from kv_transfer.host_copy import Copier
+from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     MAX_PIECES,
+    Coming,
     Emptied,
     Fill,
     HangUp,
@@ -23,6 +25,7 @@ from kv_transfer.host_link import (
     Welcome,
     pack_pieces,
 )
+from kv_transfer.host_pieces import Rest, copies_in
 from kv_transfer.host_staging import Staging
 from kv_transfer.landing import Endpoint
 from kv_transfer.transport import TransferStatus
@@ -32,28 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HostTransfer:
-    """A write under way. rest: (pool index at the peer, source address, target offset, bytes), the next one last."""
+    """A write under way. num_fills: buffers that it has taken so far."""
 
     peer: HostPeer
     number: int
-    rest: list[tuple[int, int, int, int]]
+    rest: Rest
     notification: bytes
     num_bytes: int
     num_pieces: int
     status: TransferStatus = TransferStatus.PENDING
     error: str = ""
-
-    def take(self, room: int) -> list[tuple[int, int, int, int]]:
-        """Take as much off `rest` as fits into `room` bytes and one message, splitting a piece at the end."""
-        taken: list[tuple[int, int, int, int]] = []
-        while room and self.rest and len(taken) < MAX_PIECES:
-            pool, source, target, size = self.rest.pop()
-            part = min(size, room)
-            taken.append((pool, source, target, part))
-            if part < size:
-                self.rest.append((pool, source + part, target + part, size - part))
-            room -= part
-        return taken
+    num_fills: int = 0
 
 
 class HostPeer:
@@ -91,6 +83,12 @@ class HostPeer:
     def greet(self, agent: str, life: bytes) -> None:
         """Say who writes, and whom it means. Raises LinkError."""
         self.link.send(Hello(agent, life))
+
+    def announce(self) -> None:
+        """Have the peer's thread awake by the time that a write's first buffer is full."""
+        with contextlib.suppress(LinkError):  # the write itself will meet it
+            if self.is_welcome and not self.error:
+                self.link.send(Coming())
 
     def add(self, transfer: HostTransfer) -> None:
         """Start a write and copy as much as there is room for."""
@@ -198,17 +196,15 @@ class HostPeer:
 
     def _fill_one(self, staging: Staging, transfer: HostTransfer) -> None:
         buffer = self._free.pop()
-        taken = transfer.take(staging.buffer_bytes)
-        copies: list[Copy] = []
-        position = staging.address(buffer)
-        for _, source, _, size in taken:
-            copies.append((position, source, size))
-            position += size
-        pieces = pack_pieces([(pool, target, size) for pool, _, target, size in taken])
+        # The peer starts with what is full first: a quarter, then a half, so that it begins early and never waits.
+        room = max(staging.buffer_bytes >> max(2 - transfer.num_fills, 0), 1)
+        table, sources = transfer.rest.take(room, most=MAX_PIECES)
+        transfer.num_fills += 1
+        copies = copies_in(staging.address(buffer), table, sources)
         is_last = not transfer.rest
         notification = transfer.notification if is_last else b""
         ticket = self._copier.start(copies)
-        self._filling.append((ticket, Fill(transfer.number, buffer, pieces, is_last, notification)))
+        self._filling.append((ticket, Fill(transfer.number, buffer, pack_pieces(table), is_last, notification)))
 
     def _announce(self) -> bool:
         """Tell the peer of the buffers that are full by now."""

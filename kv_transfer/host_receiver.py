@@ -21,9 +21,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kv_transfer import host_staging
-from kv_transfer.host_copy import Copier, Copy, CopyError
+from kv_transfer.host_copy import Copier
+from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
+    Coming,
     Emptied,
     Fill,
     Hello,
@@ -35,6 +39,7 @@ from kv_transfer.host_link import (
     Word,
     unpack_pieces,
 )
+from kv_transfer.host_pieces import Copies, copies_out
 from kv_transfer.host_staging import Staging
 from kv_transfer.landing import PoolAddress
 from kv_transfer.ranges import pool_bytes
@@ -44,6 +49,7 @@ logger = logging.getLogger(__name__)
 _MESSAGES_A_ROUND = 16
 _MAX_STRANGERS = 16
 _ACCEPT_NAP_S = 0.01
+_AWAKE_S = 500e-6  # at most, for a buffer that was said to come
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -88,7 +94,9 @@ class HostReceiver:
         self.writers: list[_Writer] = []
         self.failure = ""
         self._life = life
-        self._pools = [(pool.name, pool.base, pool_bytes(pool)) for pool in pools]
+        self._pools = pools
+        self._bases = np.array([pool.base for pool in pools], np.uint64)
+        self._held = np.array([pool_bytes(pool) for pool in pools], np.int64)
         self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
         self._arrived: collections.deque[tuple[str, bytes]] = collections.deque()
         self._emptying: collections.deque[_Emptying] = collections.deque()
@@ -103,6 +111,7 @@ class HostReceiver:
             raise
         self._wake = os.eventfd(0)
         self._is_closed = False
+        self._awake_until = 0.0
         self._poll = select.poll()
         started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, args=(make_copier, started), name="host lane", daemon=True)
@@ -157,14 +166,15 @@ class HostReceiver:
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(self._listener, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in self._poll.poll(0 if self._emptying else None)}
+            is_awake = self._emptying or time.monotonic() < self._awake_until
+            ready = {fd for fd, _ in self._poll.poll(0 if is_awake else None)}
             if self._wake in ready:
                 return
             if self._listener.fileno() in ready:
                 self._accept()
             for writer in [writer for writer in self.writers if writer.link.fileno() in ready]:
                 self._hear(writer)
-            if not ready and self._emptying:
+            if not ready and len(self._emptying) > 1:  # behind the last one comes nothing unless it is heard in time
                 self._copier.wait(self._emptying[0].ticket)
             self._finish()
             for writer in [writer for writer in self.writers if writer.is_gone and not writer.busy]:
@@ -200,7 +210,10 @@ class HostReceiver:
         match message:
             case Hello() if writer.staging is None:
                 self._greet(writer, message)
+            case Coming() if writer.staging is not None:
+                self._awake_until = time.monotonic() + _AWAKE_S
             case Fill() if writer.staging is not None:
+                self._awake_until = 0.0
                 self._empty(writer, writer.staging, message)
             case Word() if writer.staging is not None:
                 self._arrived.append((writer.agent, message.message))
@@ -245,10 +258,10 @@ class HostReceiver:
         if fill.number == writer.refused:
             self._say(writer, Emptied(fill.buffer, fill.number, is_end=False))
             return
-        copies, error = self._copies(fill, staging)
-        if error:
+        copies = self._copies(fill, staging)
+        if isinstance(copies, str):
             writer.refused = fill.number
-            self._say(writer, Emptied(fill.buffer, fill.number, is_end=True, error=error))
+            self._say(writer, Emptied(fill.buffer, fill.number, is_end=True, error=copies))
             return
         # Held first, and looked at then: once its connection has ended a writer believes what it finds held, or not.
         staging.hold(fill.buffer)
@@ -258,22 +271,22 @@ class HostReceiver:
         writer.busy.add(fill.buffer)
         self._emptying.append(_Emptying(writer, fill, self._copier.start(copies)))
 
-    def _copies(self, fill: Fill, staging: Staging) -> tuple[list[Copy], str]:
+    def _copies(self, fill: Fill, staging: Staging) -> Copies | str:
         """Return the copies that empty a buffer, or why there must be none."""
-        copies: list[Copy] = []
-        source = staging.address(fill.buffer)
-        end = source + staging.buffer_bytes
-        for index, offset, size in unpack_pieces(fill.pieces):
-            if not 0 <= index < len(self._pools):
-                return [], f"there is no pool {index}, only {len(self._pools)}"
-            name, base, held = self._pools[index]
-            if size <= 0 or offset < 0 or offset + size > held:
-                return [], f"bytes {offset}..{offset + size} of pool {name!r}: the pool has {held} bytes"
-            if source + size > end:
-                return [], f"pieces of more than the {staging.buffer_bytes} bytes of their buffer"
-            copies.append((base + offset, source, size))
-            source += size
-        return copies, ""
+        table = unpack_pieces(fill.pieces)
+        index, offset, size = table.T
+        unknown = (index < 0) | (index >= len(self._pools))
+        if unknown.any():
+            return f"there is no pool {index[unknown][0]}, only {len(self._pools)}"
+        held = self._held[index]
+        outside = (size <= 0) | (offset < 0) | (size > held) | (offset > held - size)  # no sum: it could overflow
+        if outside.any():
+            number, begin, length = table[outside][0].tolist()
+            pool = self._pools[number]
+            return f"bytes {begin}..{begin + length} of pool {pool.name!r}: the pool has {pool_bytes(pool)} bytes"
+        if int(size.sum()) > staging.buffer_bytes:
+            return f"pieces of more than the {staging.buffer_bytes} bytes of their buffer"
+        return copies_out(staging.address(fill.buffer), table, self._bases)
 
     def _finish(self) -> None:
         """Free the buffers that are empty by now; deliver what belongs to writes that are in place."""

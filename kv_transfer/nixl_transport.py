@@ -3,13 +3,14 @@
 No progress thread: it would burn a core, idle. The owner drives progress by `check` and `poll`; a *receiver* must poll
 too, or the writer's transfers stay PENDING, on every lane.
 
-Traps, all measured with NIXL 1.5.1:
+Traps, measured with NIXL 1.5.1, but for cuda_ipc, which is read from its sources:
 - failure is mostly an exception out of `transfer` or `check_xfer_state`, rarely the state "ERR";
 - a stopped peer keeps a transfer PENDING for ever: deadlines are the caller's;
 - releasing a handle or removing its peer does not stop the bytes, it only makes their state unknowable. So a handle
   is released only when its transfer has ended;
 - a write fails as soon as its connection does, while its copies still wait in UCX: over cma the next progress, whatever
-  it was meant for, makes them all. So progress is driven before a failure is told;
+  it was meant for, makes them all; over cuda_ipc it only starts them. So progress is driven, and the device waited for,
+  before a failure is told;
 - `remove_remote_agent` leaves the connection to a living peer open, a descriptor on both sides for ever. So a peer that
   is disconnected stays known to NIXL, to be used again, until its connection has broken or a successor has come;
 - a connection is set up by progress on both sides: a word sent before would stay here while the owner is idle;
@@ -35,7 +36,7 @@ from kv_transfer.locality import host_id
 from kv_transfer.plan import TransferPlan
 from kv_transfer.ranges import check_pools, pool_bytes, resolve
 from kv_transfer.transport import Transfer, TransferError, TransferStatus
-from kv_transfer.ucx_log import process_log
+from kv_transfer.ucx_log import WriteTable, process_log
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class NixlTransport:
         with process_log.environment(), _quiet_nixl():
             api = load_nixl()
             try:
+                if self._memory == "VRAM":
+                    _enter_device(self._device)
                 agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
                 # A plugin that can't be found is only logged by the constructor; here it raises.
                 agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
@@ -153,7 +156,7 @@ class NixlTransport:
                 )
             self._remove(known)
         self._remove_predecessors(peer)
-        mark = len(process_log.tables(own.agent))
+        mark = len(self._tables())
         try:
             named = self._agent.add_remote_agent(peer.metadata).decode()
         except Exception as error:
@@ -302,9 +305,19 @@ class NixlTransport:
         """Have UCX make the copies that a failed write has left with it: once the failure is told, none may follow."""
         try:
             for _ in range(_ROUNDS_AFTER_FAILURE):
-                self._progress()
+                try:
+                    self._progress()
+                finally:
+                    self._await_device()
         except Exception as error:
             logger.warning("no progress after a failed write: %s", _cause(error))
+
+    def _await_device(self) -> None:
+        """Wait until a GPU has made every copy that this process has started on it."""
+        if self._memory == "VRAM":
+            import torch
+
+            torch.cuda.synchronize(self._device)
 
     def _break(self, peer: _Peer) -> None:
         peer.is_broken = True
@@ -312,11 +325,16 @@ class NixlTransport:
 
     def _find_lane(self, peer: _Peer) -> str:
         """Return the lane of the tables printed since `connect`, else the only one this agent has ever used."""
-        tables = process_log.tables(self._own().agent)
+        tables = self._tables()
         if fresh := tables[peer.lane_mark :]:
             return fresh[-1].lane
         lanes = {table.lane for table in tables}
+        if len(lanes) > 1:
+            logger.info("the lane to %s is one of %s", peer.endpoint.agent, sorted(lanes))
         return lanes.pop() if len(lanes) == 1 else "unknown"
+
+    def _tables(self) -> list[WriteTable]:
+        return process_log.tables(self._own().agent, is_device=self._memory == "VRAM")
 
     def _remove_predecessors(self, peer: Endpoint) -> None:
         """Forget earlier lives of a peer: their processes have ended, and with them their connections."""
@@ -334,6 +352,14 @@ class NixlTransport:
             self._agent.remove_remote_agent(agent)
         except Exception as error:
             logger.info("NIXL no longer knew %s: %s", agent, _cause(error))
+
+
+def _enter_device(device: int) -> None:
+    """Make a CUDA device's context this thread's: UCX looks for it when it starts."""
+    import torch
+
+    torch.cuda.set_device(device)
+    torch.cuda.current_stream(device).synchronize()
 
 
 def _cause(error: Exception) -> str:

@@ -34,25 +34,29 @@ _LANE = re.compile(r"(?:^|\bon )([a-z0-9_]+)/")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteTable:
-    """One table for remote writes. scope: self, intra-node or inter-node.  lane: e.g. "cma", "rc_mlx5+cuda_ipc"."""
+    """One table for remote writes. scope: self, intra-node or inter-node.  lane: e.g. "cma", "rc_mlx5+cuda_ipc".
+
+    is_device: out of a GPU's memory. Besides, UCX prints what it does with host memory: words and flushes, say.
+    """
 
     worker: str
     scope: str
     lane: str
+    is_device: bool = False
 
 
 def parse_tables(lines: list[str]) -> Iterator[WriteTable]:
     """Yield the tables for remote writes in UCX's log lines; the last range, of unbounded size, gives the lane."""
     worker = scope = ""
-    is_write = False
+    is_write = is_device = False
     for line in lines:
         if title := _TITLE.search(line):
             worker, scope, is_write = title[1], title[2], False
         elif "remote memory write by" in line:
-            is_write = True
+            is_write, is_device = True, "from host memory" not in line
         elif is_write and (last := _LAST_RANGE.search(line)):
             lanes = list(dict.fromkeys(_LANE.findall(last[1])))
-            yield WriteTable(worker, scope, "+".join(lanes) or "unknown")
+            yield WriteTable(worker, scope, "+".join(lanes) or "unknown", is_device)
             is_write = False
 
 
@@ -90,12 +94,13 @@ class UcxLog:
             finally:
                 del os.environ["UCX_LOG_FILE"], os.environ["UCX_PROTO_INFO"]
 
-    def tables(self, agent: str) -> list[WriteTable]:
-        """Return all tables printed so far for an agent of this process, endpoints to itself left out."""
+    def tables(self, agent: str, *, is_device: bool = False) -> list[WriteTable]:
+        """Return the tables printed so far for an agent of this process and such memory, without those to itself."""
         with self._lock:
             self._read()
             worker = agent[:WORKER_NAME_LENGTH].strip()
-            return [t for t in self._tables if t.worker == worker and t.scope != "self"]
+            found = [t for t in self._tables if t.worker == worker and t.scope != "self"]
+            return [t for t in found if t.is_device is is_device]
 
     def _read(self) -> None:
         if self._fd < 0:

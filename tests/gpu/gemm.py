@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 
 import torch
@@ -19,6 +20,7 @@ from tests.gpu.runner import Job, load, main
 # Tiles beside those of the table. few: KS, RS, R, DEPTH, SPLIT.   many: rows, columns, bytes, split, warps, stages.
 FEW_DESIGNS = [(8, 1, 1, 4, 1), (4, 2, 1, 2, 1), (4, 1, 2, 1, 4), (2, 2, 2, 3, 2), (16, 1, 1, 1, 3), (1, 4, 1, 4, 1)]
 MANY_DESIGNS = [(64, 16, 128, 4, 4, 3), (128, 32, 128, 2, 8, 4), (128, 128, 64, 1, 8, 3), (64, 64, 64, 3, 4, 2)]
+OUTS = ("bfloat16", "float32")
 # Rows, columns, steps, split, warps, tiles; more than an RTX PRO 6000 has room for.
 HELD_DESIGNS = [(64, 64, 8, 1, 8), (64, 32, 16, 1, 8), (64, 32, 4, 4, 4), (64, 64, 8, 4, 16), (64, 64, 8, 1, 8, 2)]
 
@@ -39,6 +41,7 @@ class Case:
     quantize: bool = False
     limit: float | None = None
     gap: int = 0
+    powers: bool = False
     few: int | None = None
     many: int | None = None
     held: int | None = None
@@ -54,6 +57,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
     if small:
         small_quantised = Case(17, 20, 128, normed=True, quantize=True)
         plain = [Case(3, 20, 128), Case(17, 20, 128), Case(3, 20, 256, few=2), Case(17, 20, 256, many=0, normed=True)]
+        plain += [Case(300, 20, 128), Case(300, 20, 128, groups=2, powers=True)]
         return [*plain, small_quantised, Case(17, 20, 256, held=0, quantize=True)]
     batches = (1, 5, 8, 9, 16, 17, 33, 64, 100, 256)
     return [
@@ -89,6 +93,16 @@ def cases_of(*, small: bool = False) -> list[Case]:
         Case(17, 1024, 4096, groups=2, quantize=True),
         *(Case(tokens, 1040, 2048, many=i, quantize=True) for tokens in (3, 64) for i in range(len(MANY_DESIGNS))),
         *(Case(tokens, 2048, 1024) for tokens in (512, 4096)),
+        *(Case(tokens, 8192, 1024, normed=True, gap=512) for tokens in (257, 4096)),
+        *(Case(tokens, 16384, 1024, powers=True, out_dtype="bfloat16") for tokens in (1000, 8192)),
+        *(Case(tokens, 1024, 4096, groups=2, powers=True, out_dtype=out) for tokens in (300, 4096) for out in OUTS),
+        *(Case(tokens, 1536, 4096, powers=True) for tokens in (257, 8192)),
+        *(Case(tokens, 1024, 4096, limit=10.0, powers=True, out_dtype="bfloat16") for tokens in (300, 4096)),
+        *(Case(tokens, 4096, 512, powers=True) for tokens in (300, 4096)),
+        *(Case(tokens, 2624, 4096, dtype="bfloat16") for tokens in (257, 4096)),
+        *(Case(300, 640, 192, offset=offset, powers=True) for offset in ((64, 64), (17, 80), (127, 5))),
+        Case(300, 299, 1001, powers=True),
+        *(Case(300, 1040, 1024, normed=True, dtype=dtype, x_dtype="float32") for dtype in ("bfloat16", "float32")),
         Case(4096, 1024, 1024, dtype="bfloat16"),
         *(Case(tokens, 1040, 2048, few=i) for tokens in (1, 16) for i in range(len(FEW_DESIGNS))),
         *(Case(tokens, 1040, 2048, many=i) for tokens in (3, 64) for i in range(len(MANY_DESIGNS))),
@@ -104,7 +118,7 @@ def make(case: Case, device: str, *, seed: int = 0):
     return load("gemm_cases").make_case(
         case.tokens, case.rows, case.channels, dtype=getattr(torch, case.dtype), x_dtype=getattr(torch, case.x_dtype),
         offset=case.offset, groups=case.groups, normed=case.normed, quantize=case.quantize, limit=case.limit,
-        gap=case.gap, seed=seed, device=device,
+        gap=case.gap, powers=case.powers, seed=seed, device=device,
     )  # fmt: skip
 
 
@@ -139,6 +153,17 @@ def pair_fault(device: str, tokens: int, rows: int) -> str:
             if fault:
                 return f"the {name}: {fault}"
     return ""
+
+
+def apart_fault(device: str, tokens: int) -> str:
+    """Return how a token's sums differ where all others are NaN, "" if not."""
+    case = make(Case(tokens, 1024, 4096, normed=True, limit=10.0), device)
+    before, kept = case.run(), tokens // 2
+    case.x[:kept], case.x[kept + 1 :] = math.nan, math.nan
+    after = case.run()
+    if not torch.equal(before[kept], after[kept]):
+        return "a token's bits depend on the others"
+    return "" if int(after.isnan().all(1).sum()) == tokens - 1 else "a token of NaN gives numbers"
 
 
 def replay_fault(device: str) -> str:
@@ -192,6 +217,8 @@ def jobs_of(device: str, *, small: bool) -> list[Job]:
                 found.append(
                     (f"B={tokens} {rows} and 1536 x 4096", functools.partial(pair_fault, device, tokens, rows))
                 )
+    for tokens in (300,) if small else (300, 4096):
+        found.append((f"B={tokens} all NaN but one", functools.partial(apart_fault, device, tokens)))
     if device == "cuda":
         found.insert(0, ("graph replay of a chain", functools.partial(replay_fault, device)))
     return found

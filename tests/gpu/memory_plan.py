@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 TOLERANCE = 0.03
+GROWTH = 8 << 20  # bytes, over the minute: a few of the allocator's blocks
 # The whole card, and a part of it as on a card of 96 GB with another batch and other rows of the index.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "64 sequences, a whole card": {"max_num_seqs": 64, "max_model_len": 1048576},
@@ -55,6 +56,7 @@ def measure(name: str, *, seconds: float, layers: int, device: str) -> dict[str,
     print(corrected.table(), flush=True)
 
     runner.cache.fill_random()
+    torch.cuda.empty_cache()  # its temporaries are none of the engine's
     each = plan.num_blocks // config.max_num_seqs
     longest = min(each * config.block_size, plan.max_model_len)
     spare = 1 + int(seconds * 600)  # positions that steps may still take
@@ -99,6 +101,7 @@ def measure(name: str, *, seconds: float, layers: int, device: str) -> dict[str,
         "measured": {part.name: part.num_bytes for part in corrected.parts},
         "planned_bytes": sum(planned.values()), "used_bytes": used, "peak_bytes": measured.device_bytes - min(held),
         "device_bytes": measured.device_bytes, "blocks": plan.num_blocks, "tokens": plan.num_blocks * config.block_size,
+        "grown_bytes": held[0] - held[1],
         "context": begin + steps, "steps": steps, "seconds": seconds, "failed": failed[:4], "num_failed": len(failed),
         "graph_nodes": {str(size): nodes for size, nodes in measured.graph_nodes.items()},
     }  # fmt: skip
@@ -108,6 +111,7 @@ def _fault(found: dict[str, Any]) -> str:
     off = found["planned_bytes"] / found["peak_bytes"] - 1
     faults = [f"planned is {off:+.1%} of what is used"] if abs(off) > TOLERANCE else []
     faults += [f"{found['num_failed']} steps failed: {found['failed']}"] if found["num_failed"] else []
+    faults += [f"memory grew by {found['grown_bytes']:,} bytes"] if found["grown_bytes"] > GROWTH else []
     faults += [] if found["steps"] > 10 else [f"{found['steps']} steps only"]
     return "; ".join(faults)
 

@@ -27,3 +27,8 @@ def test_compiled_layers_equal_the_reference(case):
 
 def test_a_replayed_graph_computes_what_eager_calls_do():
     assert cases.replay_fault("cuda") == ""
+
+
+@pytest.mark.parametrize("tokens", [300, 4096])
+def test_a_token_does_not_depend_on_the_others(tokens):
+    assert cases.apart_fault("cuda", tokens) == ""

@@ -8,6 +8,7 @@ import math
 import torch
 
 from kernels.indexer import select_top_k_reference
+from kernels.indexer_chunk import CHUNK_SCORES, is_chunk, select_chunk
 from kernels.indexer_decode import (
     UNSEEN,
     IndexQuery,
@@ -26,6 +27,7 @@ from kernels.rows import Rows
 from kernels.tiles import Tile
 
 RATIO = 4
+_DOTS = 1 << 27  # products of a reference at a time
 
 
 def logits_tile(block=16, *, stages=1, resident=1, warps=4) -> Tile:
@@ -34,6 +36,11 @@ def logits_tile(block=16, *, stages=1, resident=1, warps=4) -> Tile:
 
 def top_k_tile(tile=64, chunk=128, *, resident=1, warps=4) -> Tile:
     return Tile({"TILE": tile, "CHUNK": chunk, "RESIDENT": resident}, num_warps=warps)
+
+
+def chunk_tile(block=16, queries=2, *, span=64, stages=1, warps=4) -> Tile:
+    constants = {"BLOCK_N": block, "QUERIES": queries, "STAGES": stages, "SPAN": span // block, "REGISTERS": 0}
+    return Tile(constants, num_warps=warps)
 
 
 def score_rows() -> dict[str, torch.Tensor]:
@@ -165,7 +172,7 @@ class Case:
         how = {"ratio": RATIO, "top_k": self.top_k}
         scores = index_scores(query, self.batch, self.keys, **how, tile=tile)
         selected = select_scored(scores, self.batch, **how, tile=top_tile)
-        if tile is None and top_tile is None:
+        if tile is None and top_tile is None and not is_chunk(self.batch):
             whole = index_select(query, self.batch, self.keys, **how)
             if not torch.equal(whole, selected):
                 return "index_select differs from its parts"
@@ -196,21 +203,87 @@ class Case:
                 return f"token {token}: {fault}"
         return ""
 
+    def chunk_fault(self, *, tile=None, top_tile=None, room=CHUNK_SCORES, tolerance=4e-6) -> str:
+        """Return what is wrong with a chunk's selection, "" if nothing.
+
+        tolerance: of a score, as of `fault`: so near to the least one selected, entries may be taken or left.
+        """
+        query = self.query()
+        how = {"ratio": RATIO, "top_k": self.top_k}
+        selected = select_chunk(query, self.batch, self.keys, **how, tile=tile, top_tile=top_tile, room=room)
+        is_whole = tile is None and top_tile is None and room == CHUNK_SCORES and is_chunk(self.batch)
+        if is_whole and not torch.equal(index_select(query, self.batch, self.keys, **how), selected):
+            return "index_select does not take the chunk's kernels"
+        return self.selected_fault(query, selected, tolerance=tolerance)
+
+    def selected_fault(self, query: IndexQuery, selected: torch.Tensor, *, tolerance: float) -> str:
+        """Return how selected [T, top_k] differs from the reference's by more than `tolerance` explains, "" if not."""
+        visible = torch.where(self.batch.sequence >= 0, (self.batch.positions + 1) // RATIO, 0)
+        column = torch.arange(self.top_k, device=self.q.device)
+        wanted = torch.where(column < visible[:, None], column, -1)
+        few = visible <= self.top_k
+        if not torch.equal(selected[few].long(), wanted[few]):
+            return "a token that sees few entries does not take all of them"
+        for sequence in self.batch.sequence[~few].unique().tolist():
+            tokens = (~few & (self.batch.sequence == sequence)).nonzero()[:, 0]
+            key, known = self._keys(sequence, int(visible[tokens].max()))
+            for part in tokens.split(max(1, _DOTS // (query.values.shape[1] * len(key)))):
+                fault = self._part_fault(query, part, visible[part], key, known, selected[part].long(), tolerance)
+                if fault:
+                    return f"sequence {sequence}, {fault}"
+        return ""
+
+    def _part_fault(self, query, tokens, visible, key, known, selected, tolerance) -> str:
+        values, weight = query.values[tokens].float(), query.weight[tokens][:, None]
+        key_or_nan = torch.where(known[:, None], key, math.nan)
+        dots = values @ key_or_nan.T
+        scores = torch.bmm(weight, torch.where(dots < 0, 0.0, dots))[:, 0]
+        size = torch.bmm(weight.abs(), (values.abs() @ key.abs().T).nan_to_num(0.0))[:, 0]
+        inside = torch.arange(len(key), device=key.device) < visible[:, None]
+        sound = (scores.isfinite() | ~inside).all(1)
+        unsound = torch.tensor([UNSEEN, *[-1] * (self.top_k - 1)], device=key.device)
+        if bool((selected[~sound] != unsound).any()):
+            return f"token {int(tokens[~sound][0])} or a later one is unsound, but selects"
+        tokens, selected, scores, size, inside = (x[sound] for x in (tokens, selected, scores, size, inside))
+        if not len(tokens):
+            return ""
+        ascending = (selected[:, 1:] > selected[:, :-1]).all(1) & (selected[:, 0] >= 0)
+        ascending &= selected[:, -1] < visible[sound]
+        if not bool(ascending.all()):
+            return f"token {int(tokens[~ascending][0])}: not {self.top_k} visible entries in order"
+        scores = scores.masked_fill(~inside, -math.inf)
+        bar = scores.topk(self.top_k).values[:, -1:]
+        slack = 2 * tolerance * size.amax(1, keepdim=True)
+        taken = torch.zeros_like(inside).scatter_(1, selected, True)
+        wrong = ((scores > bar + slack) & ~taken) | ((scores < bar - slack) & taken)
+        if bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()
+            return f"token {int(tokens[at[0]])}: {int(wrong[at[0]].sum())} entries wrongly taken or left, first {at[1]}"
+        return ""
+
     def _size(self, query: IndexQuery, token: int, visible: int) -> torch.Tensor:
-        plain = IndexQuery(query.format, query.values.float().abs(), query.weight.abs())
-        entry = torch.arange(visible, device=self.q.device)
-        units = self.batch.block_table[int(self.batch.sequence[token])].long()[entry // self.keys.rows]
+        key, _ = self._keys(int(self.batch.sequence[token]), visible)
+        return query.weight[token].abs() @ (query.values[token].float().abs() @ key.abs().T)
+
+    def _keys(self, sequence: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first keys [count, D] of a sequence, 0 without a block, and whether there is one."""
+        entry = torch.arange(count, device=self.q.device)
+        table = self.batch.block_table[sequence].long()
+        column = entry // self.keys.rows
+        units = torch.where(column < len(table), table[column.clamp(max=len(table) - 1)], -1)
         known = (units >= 0) & (units < self.keys.num_units)
-        key = torch.zeros(visible, self.keys.width, device=self.q.device)
-        key[known] = self.keys.read(units[known], entry[known] % self.keys.rows).abs()
-        return plain.weight[token] @ (plain.values[token] @ key.T)
+        key = torch.zeros(count, self.keys.width, device=self.q.device)
+        key[known] = self.keys.read(units[known], entry[known] % self.keys.rows)
+        return key, known
 
 
 def make_case(
     spans, *, fmt="fp8_index", heads=5, dim=64, rows=8, top_k=8, padding=0, hadamard=False, columns=0, spare=0, seed=0,
-    device="cpu", dtype=torch.float32, spread=0.0,
+    device="cpu", dtype=torch.float32, spread=0.0, told=False,
 ) -> Case:  # fmt: skip
     """Return a step of sequences (start, tokens) over a pool of NaN bytes.
+
+    told: the batch tells its longest sequence.
 
     columns: more of the block table.   spare: more blocks.   spread: keys and queries by powers of two that far apart.
     """
@@ -246,6 +319,7 @@ def make_case(
     batch = DecodeBatch(
         ints(positions), ints(sequence), ints([start for start, _ in spans]), ints(first),
         torch.zeros(len(spans), dtype=torch.int32, device=device), table, len(positions), max(lengths),
+        max(map(sum, spans)) if told else None,
     )  # fmt: skip
     frequencies = 10000.0 ** -(torch.arange(0, dim // 2, 2, device=device) / (dim // 2))
     q = normal(len(positions), heads, dim) * torch.exp2(spread * normal(len(positions), heads, dim))

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels.indexer_chunk as chunks
 import kernels.indexer_decode as module
+from kernels.tiles import Tile
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0", "ignore:All-NaN slice")
 
@@ -23,8 +25,11 @@ def _cases():
 
 cases = _cases()
 make_case, logits_tile, top_k_tile = cases.make_case, cases.logits_tile, cases.top_k_tile
+chunk_tile = cases.chunk_tile
 SPANS = [(0, 1), (31, 1), (35, 1), (98, 1), (600, 1)]
 SEVERAL = [(30, 5), (0, 2), (97, 4), (220, 3)]
+CHUNK = [(90, 3), (0, 1), (28, 9), (150, 2)]  # some see few, one begins to see more than it can take
+TOP_TILE = Tile({"TILE": 64}, num_warps=4)
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +157,69 @@ def test_bits_do_not_depend_on_how_many_programs_share_the_work(programs, monkey
     monkeypatch.setattr(module, "sm_count", lambda device: programs)
     after = module.index_scores(case.query(), case.batch, case.keys, **how)
     assert torch.equal(before.values[:230].view(torch.int32), after.values[:230].view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "block", "queries"),
+    [("fp8_index", 8, 4), ("fp8_index", 32, 2), ("fp8_index", 16, 1), ("fp4_index", 16, 2)],
+)
+def test_chunks_of_several_sequences(fmt, block, queries):
+    """Programs' tokens belong to two sequences at each border; blocks of the pool are larger than a tile or smaller."""
+    case = make_case(CHUNK, fmt=fmt, rows=16, padding=2, heads=3, columns=2, told=block == 16)
+    assert case.chunk_fault(tile=chunk_tile(block, queries), top_tile=TOP_TILE) == ""
+
+
+@pytest.mark.parametrize("room", [1, 2 * 48])
+def test_a_chunk_is_taken_in_turns_where_its_scores_have_no_room(room):
+    case = make_case([(150, 5)], told=True)
+    assert case.chunk_fault(tile=chunk_tile(), top_tile=TOP_TILE, room=room) == ""
+
+
+def test_a_chunk_of_the_models_heads_with_the_tables_tiles():
+    case = make_case([(250, 3)], dim=128, heads=64, rows=64, dtype=torch.bfloat16, told=True)
+    assert case.chunk_fault() == ""
+
+
+def test_a_tokens_entries_do_not_depend_on_where_its_chunk_begins():
+    case = make_case([(120, 9)], told=True)
+    query, how = case.query(), {"ratio": 4, "top_k": 8, "tile": chunk_tile(16, 4), "top_tile": TOP_TILE}
+    whole = chunks.select_chunk(query, case.batch, case.keys, **how)
+    for part in (slice(0, 3), slice(3, 9)):
+        tokens = part.stop - part.start
+        first, zero = torch.tensor([0, tokens], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        batch = module.DecodeBatch(
+            case.batch.positions[part].contiguous(), case.batch.sequence[part].contiguous(), zero, first, zero,
+            case.batch.block_table, tokens, tokens,
+        )  # fmt: skip
+        own = module.IndexQuery(query.format, query.values[part].contiguous(), query.weight[part].contiguous())
+        assert torch.equal(chunks.select_chunk(own, batch, case.keys, **how), whole[part])
+
+
+def test_a_key_of_a_chunk_that_was_never_written_is_reported_by_those_who_see_it():
+    case = make_case([(90, 5), (90, 2)])  # the last entry of the first sequence is number 22: from position 91 on
+    case.keys.scales[int(case.batch.block_table[0, 22 // case.keys.rows]), 22 % case.keys.rows] = math.nan
+    assert case.chunk_fault(tile=chunk_tile(), top_tile=TOP_TILE) == ""
+    selected = chunks.select_chunk(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert [cases.is_unsound(row) for row in selected] == [False, *[True] * 4, False, False]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_chunk_whose_table_ends_too_early_is_reported(told):
+    case = make_case([(100, 6)], told=told)
+    case.batch.positions[4:] += 300
+    selected = chunks.select_chunk(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert [cases.is_unsound(row) for row in selected] == [False] * 4 + [True] * 2
+
+
+def test_equal_scores_of_a_chunk_go_to_the_lower_entry():
+    case = make_case([(150, 5)])
+    case.weight.zero_()
+    assert case.chunk_fault(tile=chunk_tile(), top_tile=TOP_TILE) == ""
+    selected = chunks.select_chunk(case.query(), case.batch, case.keys, ratio=4, top_k=8)
+    assert bool((selected == torch.arange(8)).all())
+
+
+def test_a_chunk_that_sees_few_entries_is_not_scored(monkeypatch):
+    case = make_case([(0, 30)], told=True)
+    monkeypatch.setattr(chunks, "chunk_scores_kernel", None)
+    assert case.chunk_fault() == ""

@@ -27,14 +27,16 @@ def _cases():
 cases = _cases()
 make_case = cases.make_case
 SPANS = [(0, 1), (31, 2), (35, 1), (98, 3), (300, 1)]
+CHUNK = [(0, 50), (98, 41), (300, 7)]
 
 
 @pytest.mark.parametrize("fmt", ["fp8_index", "fp4_index"])
-def test_a_step_selects_what_the_model_does_without_kernels(fmt):
-    case = make_case(SPANS, fmt=fmt, dim=128, hadamard=fmt == "fp4_index")
+@pytest.mark.parametrize("spans", [SPANS, CHUNK], ids=["step", "chunk"])
+def test_tokens_select_what_the_model_does_without_kernels(fmt, spans):
+    case = make_case(spans, fmt=fmt, dim=128, hadamard=fmt == "fp4_index")
     selected = index_select(case.query(), case.batch, case.keys, ratio=4, top_k=8)
     tables = [[b for b in row if b >= 0] for row in case.batch.block_table.tolist()]
-    ragged = RaggedBatch.build(SPANS, slots=[0] * len(SPANS), block_tables=tables)
+    ragged = RaggedBatch.build(spans, slots=[0] * len(spans), block_tables=tables)
     query = rope(case.q, case.rotation)
     query = round_trip(hadamard(query) if case.hadamard else query, fmt)
     wanted, is_finite = index_entries(query, case.weight * case.scale, ragged, case.keys, ratio=4, top_k=8)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,11 +23,29 @@ from kv_transfer.plan import TransferPlan, plan_push
 from kv_transfer.transport import KvTransport, Transfer, TransferStatus
 from kv_transfer.warm import warm
 
+from .pool_memory import Memory
+
+ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS, NUM_SLOTS = 24, 4
 PATIENCE_S = 10.0
 _names = itertools.count()
 
 Pools = dict[str, NDArray[np.uint8]]
+
+
+class Lane(NamedTuple):
+    """A way between two processes: a transport, what UCX may use, and where the pools of both lie."""
+
+    transport: str
+    ucx_tls: str
+    memory: Memory = "DRAM"
+
+    @property
+    def expected(self) -> set[str]:
+        """What may carry bulk data then."""
+        if self.memory == "VRAM":
+            return {"cuda_ipc"} if self.transport == "nixl" else {"shm"}
+        return {"nixl all": {"cma", "tcp"}, "host all": {"shm"}}.get(f"{self.transport} {self.ucx_tls}", {"tcp"})
 
 
 @pytest.fixture(scope="session")
@@ -145,6 +165,27 @@ def require_transport(kind: str) -> Any:
     from kv_transfer.ucxx_transport import UcxxTransport
 
     return UcxxTransport
+
+
+def lanes(*wanted: Lane) -> list[Any]:
+    """Return lanes as parameters of a test. Those between pools in VRAM are for machines with a GPU."""
+    return [
+        pytest.param(lane, id="-".join(lane), marks=[pytest.mark.gpu] if lane.memory == "VRAM" else [])
+        for lane in wanted
+    ]
+
+
+def require_lane(lane: Lane) -> None:
+    """Skip the test if this machine lacks what the lane needs."""
+    require_transport(lane.transport)
+    if lane.memory == "VRAM" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a child process that finds what this one finds."""
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | more
 
 
 def make_cluster(kind: str, layout: KVLayout) -> Iterator[Cluster]:

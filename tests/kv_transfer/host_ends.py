@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from kv_transfer.host_copy import Copy, CopyError, DramCopier
+from kv_transfer.host_copy import DramCopier
+from kv_transfer.host_driver import CopyError
 from kv_transfer.host_link import (
     Fill,
     HangUp,
@@ -27,6 +29,7 @@ from kv_transfer.host_link import (
     Welcome,
     pack_pieces,
 )
+from kv_transfer.host_pieces import Copies
 from kv_transfer.host_staging import Staging
 from kv_transfer.landing import Endpoint, encode
 from kv_transfer.plan import Piece, TransferPlan
@@ -43,8 +46,8 @@ ODD_BYTES = 1000
 class LateCopier(DramCopier):
     """Copies some time after `start`, as a device does: by the third time it is asked, or when it is waited for."""
 
-    def start(self, copies: Iterable[Copy]) -> Any:
-        return {"copies": list(copies), "patience": 3}
+    def start(self, copies: Copies) -> Any:
+        return {"copies": copies, "patience": 3}
 
     def is_done(self, ticket: Any) -> bool:
         ticket["patience"] -= 1
@@ -65,14 +68,14 @@ class HeldCopier(LateCopier):
         super().__init__()
         self.has_begun, self.may_copy = threading.Event(), threading.Event()
 
-    def start(self, copies: Iterable[Copy]) -> Any:
+    def start(self, copies: Copies) -> Any:
         self.has_begun.set()
         assert self.may_copy.wait(PATIENCE_S)
         return super().start(copies)
 
 
 class BrokenCopier(DramCopier):
-    def start(self, copies: Iterable[Copy]) -> None:
+    def start(self, copies: Copies) -> None:
         raise CopyError("the device has fallen off the bus")
 
 
@@ -109,7 +112,7 @@ class StrangeWriter:
         notification: bytes = b"",
     ) -> None:
         ctypes.memset(self.staging.address(buffer), 7, self.staging.buffer_bytes)
-        assert self.link.send(Fill(number, buffer, pack_pieces(pieces), is_last, notification))
+        assert self.link.send(Fill(number, buffer, pack_pieces(np.array(pieces)), is_last, notification))
 
     def hear(self) -> Message:
         until = time.monotonic() + PATIENCE_S

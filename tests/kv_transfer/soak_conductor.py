@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import os
 import random
 import signal
 import subprocess
@@ -22,10 +21,9 @@ from typing import Any
 
 from kv_transfer.landing import Endpoint, Landing
 
+from .conftest import Lane, child_environment
 from .soak_content import BLOCK_TOKENS, DEADLINE_S, MAX_BLOCKS
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 PATIENCE_S = 60.0
 NUM_AT_ONCE = 3
 FAULTS = ("writer killed", "receiver killed", "receiver stopped", "cancelled", "connection broken")
@@ -34,14 +32,15 @@ FAULTS = ("writer killed", "receiver killed", "receiver stopped", "cancelled", "
 class Child:
     """One of the two processes. generation: how often it was started."""
 
-    def __init__(self, script: str, kind: str, generation: int, environ: dict[str, str]) -> None:
+    def __init__(self, script: str, lane: Lane, generation: int) -> None:
         self.connection, other = Pipe()
         self.generation = generation
         self.num_begun = 0
+        words = [lane.transport, lane.memory, str(generation), str(other.fileno())]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / script), kind, str(generation), str(other.fileno())],
+            [sys.executable, str(Path(__file__).with_name(script)), *words],
             pass_fds=[other.fileno()],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ,
+            env=child_environment(UCX_TLS=lane.ucx_tls),
         )
         other.close()
 
@@ -86,18 +85,16 @@ class Counts:
 class Soak:
     """Drives both processes through `total` transfers.
 
-    environ: what both get besides this process' own.  fault_at: which fault comes with which transfer, see FAULTS.
+    fault_at: which fault comes with which transfer, see FAULTS.
     samples: of memory and descriptors along the way: (transfers begun in that life, state) for each role.
     """
 
-    def __init__(
-        self, kind: str, *, total: int, fault_at: dict[int, str], environ: dict[str, str], seed: int = 1
-    ) -> None:
+    def __init__(self, lane: Lane, *, total: int, fault_at: dict[int, str], seed: int = 1) -> None:
         self.counts = Counts()
         self.corrupt: list[str] = []
         self.samples: dict[str, list[tuple[int, dict[str, int]]]] = {"prefill": [], "decode": []}
         self.lanes: set[str] = set()
-        self._kind, self._total, self._fault_at, self._environ = kind, total, fault_at, environ
+        self._lane, self._total, self._fault_at = lane, total, fault_at
         self._random = random.Random(seed)
         self._generations = {"prefill": 0, "decode": 0}
         self._children: dict[str, Child] = {}
@@ -113,7 +110,7 @@ class Soak:
     def start(self, role: str) -> None:
         self._generations[role] += 1
         self._is_linked = False
-        self._children[role] = Child(f"soak_{role}.py", self._kind, self._generations[role], self._environ)
+        self._children[role] = Child(f"soak_{role}.py", self._lane, self._generations[role])
         self.samples[role].clear()
         if role == "decode":
             self._endpoint = None
@@ -141,7 +138,7 @@ class Soak:
                 for child in self._children.values():
                     child.send("state")
                 report(
-                    f"{self._kind}: {self._num_begun:,} of {self._total:,} transfers in "
+                    f"{self._lane.transport}: {self._num_begun:,} of {self._total:,} transfers in "
                     f"{time.monotonic() - begun:.0f} s: {self.counts.landed:,} landed, {self.counts.failed} failed, "
                     f"{self.counts.cancelled} cancelled, {self.counts.lost} lost, "
                     f"{sum(self.counts.faults.values())} faults, {len(self.corrupt)} corrupt"

@@ -1,6 +1,6 @@
 """The receiving process of the soak: hands out landings, and their blocks again only when nobody writes there.
 
-Run as `python soak_decode.py TRANSPORT GENERATION FD`; FD is a multiprocessing connection. In:
+Run as `python soak_decode.py TRANSPORT MEMORY GENERATION FD`; FD is a multiprocessing connection. In:
 
     ("reserve", request, tokens, writer generation)     ("abort", landing)     ("drained", landing)
     ("writer lost", generation)                         ("state",)             ("settle",)
@@ -21,7 +21,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from soak_content import FREE, LAYOUT, NUM_BLOCKS, NUM_SLOTS, Pools, resources
+from pool_memory import Memory
+from soak_content import FREE, LAYOUT, NUM_BLOCKS, NUM_SLOTS, resources
+from soak_pools import Pools
 
 from kv_transfer.landing import Landing, Notification, decode_notification
 from kv_transfer.plan import manifest
@@ -133,8 +135,10 @@ class Owner:
         """End all requests, and look at every free unit."""
         while self._kept:
             self.drop_oldest()
+        blocks = sorted(self._blocks)
         for slot in self._slots:
-            self.late += self._pools.disturbed(FREE, sorted(self._blocks), slot)
+            self.late += self._pools.disturbed(FREE, blocks, slot)
+            blocks = []
 
     def state(self) -> dict[str, int]:
         return resources() | {
@@ -149,9 +153,9 @@ class Owner:
         self._slots.add(slot)
 
 
-def main(kind: str, generation: int, conductor: Connection) -> None:
-    pools = Pools(FREE)
-    transport = make_transport(kind, "decode")
+def main(kind: str, memory: Memory, generation: int, conductor: Connection) -> None:
+    pools = Pools(FREE, memory)
+    transport = make_transport(kind, "decode", memory=memory)
     endpoint = transport.register(pools.addresses, generation=generation, rank=0)
     owner = Owner(pools, generation, endpoint.agent)
     conductor.send(("endpoint", endpoint))
@@ -188,4 +192,4 @@ def main(kind: str, generation: int, conductor: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Connection(int(sys.argv[3])))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Connection(int(sys.argv[4])))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The writing process of the soak: pushes landings chunk by chunk through Writer, as a prefill rank does.
 
-Run as `python soak_prefill.py TRANSPORT GENERATION FD`; FD is a multiprocessing connection. In:
+Run as `python soak_prefill.py TRANSPORT MEMORY GENERATION FD`; FD is a multiprocessing connection. In:
 
     ("connect", Endpoint)    ("push", request, Landing, blocks of a chunk, chunks after which it is cancelled or None)
     ("break", seconds)       ("state",)
@@ -23,7 +23,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from soak_content import DEADLINE_S, GONE, LAYOUT, NUM_BLOCKS, NUM_SLOTS, Pools, resources
+from pool_memory import Memory
+from soak_content import DEADLINE_S, GONE, LAYOUT, NUM_BLOCKS, NUM_SLOTS, resources
+from soak_pools import Pools
 
 from kv_transfer.landing import Endpoint, Landing
 from kv_transfer.plan import plan_push
@@ -50,9 +52,9 @@ class Push:
 
 
 class Prefill:
-    def __init__(self, transport: KvTransport, generation: int, conductor: Connection) -> None:
+    def __init__(self, transport: KvTransport, memory: Memory, generation: int, conductor: Connection) -> None:
         self._transport, self._conductor = transport, conductor
-        self._pools = Pools(GONE)
+        self._pools = Pools(GONE, memory)
         self._random = random.Random(generation)
         self._blocks, self._slots = set(range(NUM_BLOCKS)), set(range(NUM_SLOTS))
         self._peers: dict[str, Endpoint] = {}
@@ -161,9 +163,9 @@ def break_connections(spared: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def main(kind: str, generation: int, conductor: Connection) -> None:
-    transport = make_transport(kind, "prefill")
-    prefill = Prefill(transport, generation, conductor)
+def main(kind: str, memory: Memory, generation: int, conductor: Connection) -> None:
+    transport = make_transport(kind, "prefill", memory=memory)
+    prefill = Prefill(transport, memory, generation, conductor)
     with contextlib.suppress(EOFError):
         while True:
             prefill.pump()
@@ -176,4 +178,4 @@ def main(kind: str, generation: int, conductor: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Connection(int(sys.argv[3])))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Connection(int(sys.argv[4])))  # type: ignore[arg-type]

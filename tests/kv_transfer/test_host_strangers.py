@@ -130,7 +130,7 @@ def test_a_buffer_with_a_bad_piece_is_not_emptied_at_all(
         bytes(150_000),
         msgspec.msgpack.encode(Word(b"unheard")),
         msgspec.msgpack.encode(Hello("stranger", bytes(16))),
-        msgspec.msgpack.encode(Fill(1, 0, pack_pieces([(0, 0, 16)]), True, b"unheard")),
+        msgspec.msgpack.encode(Fill(1, 0, pack_pieces(np.array([(0, 0, 16)])), True, b"unheard")),
     ],
     ids=["noise", "http", "huge", "word", "hello", "fill"],
 )
@@ -159,8 +159,8 @@ def test_a_packet_that_only_begins_like_a_message_is_none(host_cluster: Cluster)
     [
         msgspec.msgpack.encode(Hello("twice", bytes(16))),
         msgspec.msgpack.encode(Emptied(0, 1, True)),
-        msgspec.msgpack.encode(Fill(1, 2, pack_pieces([(0, 0, 16)]), True, b"")),
-        msgspec.msgpack.encode(Fill(1, -1, pack_pieces([(0, 0, 16)]), True, b"")),
+        msgspec.msgpack.encode(Fill(1, 2, pack_pieces(np.array([(0, 0, 16)])), True, b"")),
+        msgspec.msgpack.encode(Fill(1, -1, pack_pieces(np.array([(0, 0, 16)])), True, b"")),
         msgspec.msgpack.encode(Fill(1, 0, b"not a multiple of a piece", True, b"")),
         msgspec.msgpack.encode(Fill(1, 0, b"", True, b"")),
     ],

@@ -62,7 +62,7 @@ def test_more_pieces_than_a_message_holds_land(host_cluster: Cluster) -> None:
     prefill, decode = host_cluster.pair()
     size = prefill.pools["csa_kv"].size
     plan = TransferPlan(tuple(Piece("csa_kv", at, size - 3 - at, 3) for at in range(0, size, 3)))
-    assert len(pack_pieces([(0, 0, 0)])) * len(plan.pieces) > MAX_MESSAGE_BYTES
+    assert len(pack_pieces(np.zeros((1, 3)))) * len(plan.pieces) > MAX_MESSAGE_BYTES
     expected = expected_after(plan, prefill.pools, decode.pools)
     transfer = prefill.transport.write(decode.endpoint.agent, plan)
     assert host_cluster.settle(transfer, prefill, decode) is TransferStatus.DONE

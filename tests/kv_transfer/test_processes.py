@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,28 +18,35 @@ import msgspec
 import numpy as np
 import pytest
 
-from kv_transfer.landing import Endpoint, PoolAddress, decode_endpoint
+from kv_transfer.landing import Endpoint, decode_endpoint
 from kv_transfer.plan import Piece, TransferPlan
 from kv_transfer.transport import Transfer, TransferError, TransferStatus
+from kv_transfer.transports import make_transport
 from kv_transfer.warm import warm
 
-from .conftest import PATIENCE_S, require_nixl, require_transport
+from .conftest import PATIENCE_S, Lane, child_environment, lanes, require_lane, require_nixl
+from .pool_memory import make_pool
+
+EXIT_S = 60.0
+"""For a process that was killed: what it has of a GPU takes time to be taken back."""
 
 POOL_BYTES = 64 << 20
 WHOLE_POOL = TransferPlan((Piece("kv", 0, 0, POOL_BYTES),))
 ANY_DEATH = re.compile("RemoteDisconnect|ConnectionReset|Connection reset|hung up")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Receiver:
     """A child process with a pool of zeros, polling."""
 
-    def __init__(self, kind: str, name: str, generation: int = 1) -> None:
+    def __init__(self, lane: Lane, name: str, generation: int = 1) -> None:
         script = str(Path(__file__).with_name("receiver.py"))
-        command = [sys.executable, script, kind, name, str(generation), str(POOL_BYTES)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        words = [lane.transport, lane.memory, name, str(generation), str(POOL_BYTES)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, script, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment(UCX_TLS=lane.ucx_tls),
         )
         self.is_stopped = False
 
@@ -64,7 +70,7 @@ class Receiver:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(EXIT_S)
 
     def close(self) -> None:
         self.kill()
@@ -76,11 +82,11 @@ class Receiver:
 
 @pytest.fixture
 def receiver(sender: Any) -> Iterator[Callable[..., Receiver]]:
-    """Yield what starts a receiver of the sender's kind."""
+    """Yield what starts a receiver at the other end of the sender's lane."""
     started: list[Receiver] = []
 
     def start(name: str, generation: int = 1) -> Receiver:
-        started.append(Receiver(sender.name, name, generation))
+        started.append(Receiver(sender.between, name, generation))
         return started[-1]
 
     yield start
@@ -88,29 +94,28 @@ def receiver(sender: Any) -> Iterator[Callable[..., Receiver]]:
         child.close()
 
 
-NEEDS_A_LIVE_RECEIVER = [("nixl", "tcp,self"), ("ucxx", "all"), ("host", "all")]
-LANES = {"nixl-all": {"cma", "tcp"}, "nixl-tcp,self": {"tcp"}, "ucxx-all": {"tcp"}, "host-all": {"shm"}}
+ONE_SIDED = [Lane("nixl", "all"), Lane("nixl", "all", "VRAM")]
+NEEDS_A_LIVE_RECEIVER = [
+    Lane("nixl", "tcp,self"),
+    Lane("ucxx", "all"),
+    Lane("host", "all"),
+    Lane("host", "all", "VRAM"),
+]
 
 
-@pytest.fixture(params=[("nixl", "all"), *NEEDS_A_LIVE_RECEIVER], ids="-".join)
+@pytest.fixture(params=lanes(*ONE_SIDED, *NEEDS_A_LIVE_RECEIVER))
 def sender(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield a transport with a pool of random bytes; every process of the test uses the same UCX_TLS."""
-    kind, lanes = request.param
-    make = require_transport(kind)
-    monkeypatch.setenv("UCX_TLS", lanes)
-    pool = np.random.default_rng(5).integers(0, 256, POOL_BYTES, dtype=np.uint8)
-    scratch = np.zeros(4096, dtype=np.uint8)
-    transport = make(f"sender{time.monotonic_ns()}")
-    transport.register(
-        [
-            PoolAddress(name="kv", base=pool.ctypes.data, unit_bytes=4096, num_units=POOL_BYTES // 4096),
-            PoolAddress(name="scratch", base=scratch.ctypes.data, unit_bytes=4096, num_units=1),
-        ],
-        generation=1,
-        rank=0,
-    )
-    transport.crc = zlib.crc32(pool)  # type: ignore[attr-defined]
-    transport.expected_lanes = LANES["-".join(request.param)]  # type: ignore[attr-defined]
+    lane: Lane = request.param
+    require_lane(lane)
+    monkeypatch.setenv("UCX_TLS", lane.ucx_tls)
+    pool, scratch = make_pool(lane.memory, POOL_BYTES // 4096, 4096), make_pool(lane.memory, 1, 4096)
+    words = np.random.default_rng(5).integers(0, 1 << 64, (pool.num_units, pool.num_words), dtype=np.uint64)
+    pool.write(range(pool.num_units), words)
+    transport = make_transport(lane.transport, f"sender{time.monotonic_ns()}", memory=lane.memory)
+    transport.register([pool.address("kv"), scratch.address("scratch")], generation=1, rank=0)
+    transport.crc = pool.crc()  # type: ignore[attr-defined]
+    transport.between = lane  # type: ignore[attr-defined]
     yield transport
     transport.close()
 
@@ -136,7 +141,7 @@ def test_a_receiver_dies_and_another_takes_its_name(sender: Any, receiver: Calla
     assert old.agent == new.agent
 
     sender.connect(old)
-    assert warm(sender, old.agent).lane in sender.expected_lanes
+    assert warm(sender, old.agent).lane in sender.between.expected
     assert await_end(sender, sender.write(old.agent, WHOLE_POOL, b"all")) is TransferStatus.DONE
     assert await_word(sender, decode) == {"crc": sender.crc, "arrived": ["all"]}
 
@@ -154,14 +159,14 @@ def test_a_receiver_dies_and_another_takes_its_name(sender: Any, receiver: Calla
     assert await_word(sender, successor) == {"crc": sender.crc, "arrived": ["again"]}
 
 
-@pytest.mark.parametrize("sender", NEEDS_A_LIVE_RECEIVER, indirect=True, ids="-".join)
+@pytest.mark.parametrize("sender", lanes(*NEEDS_A_LIVE_RECEIVER), indirect=True)
 def test_silence_keeps_a_write_pending_and_death_fails_it(sender: Any, receiver: Callable[..., Receiver]) -> None:
-    """Not over cma: there a stopped process takes its bytes all the same."""
+    """Not over cma or cuda_ipc: there a stopped process takes its bytes all the same."""
     decode, other = receiver("decode"), receiver("other")
     endpoint, stranger = decode.endpoint(), other.endpoint()
     agent = endpoint.agent
     sender.connect(endpoint)
-    assert warm(sender, agent).lane in sender.expected_lanes
+    assert warm(sender, agent).lane in sender.between.expected
 
     decode.stop()
     silent = sender.write(agent, WHOLE_POOL, b"late")
@@ -178,12 +183,12 @@ def test_silence_keeps_a_write_pending_and_death_fails_it(sender: Any, receiver:
         sender.write(agent, WHOLE_POOL)
 
     sender.connect(endpoint)
-    assert warm(sender, agent).lane in sender.expected_lanes
+    assert warm(sender, agent).lane in sender.between.expected
     decode.stop()
     doomed = sender.write(agent, WHOLE_POOL, b"never")
     assert await_end(sender, doomed, timeout_s=0.1) is TransferStatus.PENDING
-    killed = time.monotonic()
     decode.kill()
+    killed = time.monotonic()
     assert await_end(sender, doomed) is TransferStatus.FAILED
     assert time.monotonic() - killed < 3
     assert ANY_DEATH.search(doomed.error)
@@ -210,7 +215,7 @@ def test_a_broken_connection_between_living_peers_is_made_anew() -> None:
     require_nixl()
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("broken_connection.py"))],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=60,

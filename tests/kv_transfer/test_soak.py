@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import require_transport
+from .conftest import Lane, lanes, require_lane
 from .soak_conductor import FAULTS, NUM_AT_ONCE, Soak
 from .soak_content import NUM_BLOCKS, NUM_SLOTS
 
@@ -24,21 +24,20 @@ BYTES_ALLOWED, FDS_ALLOWED, DEATHS_A_FD = 4 << 20, 4, 4
 """Growth over the last life of a process, thousands of transfers: a leaked kilobyte a transfer would be 6 MiB of the
 writer. UCX itself keeps a descriptor of one in six to fifteen peers that were killed."""
 
-NIXL, NIXL_TCP, HOST, UCXX = ("nixl", "all"), ("nixl", "tcp,self"), ("host", "all"), ("ucxx", "all")
-"""Transport, and what UCX may use."""
+NIXL, NIXL_TCP, HOST, UCXX = Lane("nixl", "all"), Lane("nixl", "tcp,self"), Lane("host", "all"), Lane("ucxx", "all")
+NIXL_GPU, HOST_GPU = Lane("nixl", "all", "VRAM"), Lane("host", "all", "VRAM")
 
 Start = Callable[..., Soak]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Yield what starts a soak of a transport over lanes."""
+    """Yield what starts a soak of a lane."""
     started: list[Soak] = []
 
-    def start(lane: tuple[str, str], **words: Any) -> Soak:
-        kind, lanes = lane
-        require_transport(kind)
-        started.append(Soak(kind, environ={"UCX_TLS": lanes}, **words))
+    def start(lane: Lane, **words: Any) -> Soak:
+        require_lane(lane)
+        started.append(Soak(lane, **words))
         return started[-1]
 
     yield start
@@ -65,8 +64,8 @@ def assert_nothing_left(states: dict[str, dict[str, int]]) -> None:
     }
 
 
-@pytest.mark.parametrize("lane", [NIXL, HOST], ids=" ".join)
-def test_a_few_transfers_survive_two_faults(lane: tuple[str, str], start: Start) -> None:
+@pytest.mark.parametrize("lane", lanes(NIXL, HOST, NIXL_GPU, HOST_GPU))
+def test_a_few_transfers_survive_two_faults(lane: Lane, start: Start) -> None:
     soak = start(lane, total=60, fault_at={20: "receiver killed", 40: "connection broken"})
     soak.run(60)
     states = soak.settle()
@@ -76,14 +75,36 @@ def test_a_few_transfers_survive_two_faults(lane: tuple[str, str], start: Start)
     assert soak.leave() == {"prefill": 0, "decode": 0}
 
 
-@pytest.mark.parametrize("lane", [NIXL, HOST], ids=" ".join)
-def test_nothing_lands_after_a_broken_connection_has_failed_a_write(lane: tuple[str, str], start: Start) -> None:
+@pytest.mark.parametrize("lane", lanes(NIXL, HOST, NIXL_GPU, HOST_GPU))
+def test_nothing_lands_after_a_broken_connection_has_failed_a_write(lane: Lane, start: Start) -> None:
     """NIXL tells the failure while copies wait in UCX: of one in twenty writes that lose their connection."""
     total = 300
     soak = start(lane, total=total, fault_at=dict.fromkeys(range(10, total, 5), "connection broken"))
     soak.run(total)
     soak.settle()
     assert soak.corrupt == []
+
+
+def each_fault_twice(total: int) -> dict[int, str]:
+    """Return all faults in turn, and once more, as far apart as they can be."""
+    step = total // (2 * len(FAULTS) + 1)
+    return {step * place: fault for place, fault in enumerate(2 * FAULTS, start=1)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lane", lanes(NIXL_GPU, HOST_GPU))
+def test_pools_in_gpu_memory_survive_every_fault_twice(lane: Lane, start: Start, say: Callable[[str], None]) -> None:
+    total = 300
+    soak = start(lane, total=total, fault_at=each_fault_twice(total))
+    soak.run(total)
+    states = soak.settle()
+    say(f"{'-'.join(lane)} over {', '.join(sorted(soak.lanes))}: {soak.counts}")
+    assert soak.corrupt == []
+    assert_nothing_left(states)
+    assert soak.lanes <= lane.expected
+    assert soak.counts.faults == dict.fromkeys(FAULTS, 2)
+    assert soak.counts.landed >= total - 2 * len(FAULTS) * 2 * NUM_AT_ONCE, soak.counts
+    assert soak.leave() == {"prefill": 0, "decode": 0}
 
 
 def all_faults(total: int, rng: random.Random) -> dict[int, str]:
@@ -96,9 +117,9 @@ def all_faults(total: int, rng: random.Random) -> dict[int, str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lane", [NIXL, NIXL_TCP, HOST, UCXX], ids=" ".join)
+@pytest.mark.parametrize("lane", lanes(NIXL, NIXL_TCP, HOST, UCXX))
 def test_ten_thousand_transfers_survive_a_fault_every_fifty(
-    lane: tuple[str, str], start: Start, say: Callable[[str], None]
+    lane: Lane, start: Start, say: Callable[[str], None]
 ) -> None:
     soak = start(lane, total=NUM_TRANSFERS, fault_at=all_faults(NUM_TRANSFERS, random.Random(8)))
     soak.run(NUM_TRANSFERS, report=say)

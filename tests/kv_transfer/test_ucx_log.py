@@ -53,6 +53,13 @@ def test_tables_of_other_operations_say_nothing() -> None:
     assert list(parse_tables(lines)) == [WriteTable("b", "inter-node", "rc_mlx5")]
 
 
+def test_writes_from_a_gpu_have_tables_of_their_own() -> None:
+    from_gpu = "remote memory write by ucp_put*(multi) from cuda/GPU0 memory to cuda"
+    lines = table("a intra-node cfg#1", from_gpu, ("0..inf", "zero-copy", "cuda_ipc/cuda"))
+    lines += table("a intra-node cfg#1", WRITE, ("0..inf", "zero-copy", "tcp/lo"))
+    assert [(found.lane, found.is_device) for found in parse_tables(lines)] == [("cuda_ipc", True), ("tcp", False)]
+
+
 @pytest.mark.parametrize("name", ["UCX_LOG_LEVEL", "UCX_LOG_FILE", "UCX_PROTO_INFO"])
 def test_log_settings_of_the_user_are_left_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "chosen")
