@@ -1,4 +1,4 @@
-"""InProcessEngine: one rank in this process, without leader and HTTP, for `bench step` and `profile`."""
+"""InProcessEngine: one rank in this process, without leader and HTTP, for `bench step`, `bench prefill`, `profile`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,59 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 from engine import numa
 from engine.flags import ConfigError, engine_config
+from engine.memory_parts import fixed_parts
+from engine.prompt_run import PromptRun
 from engine.runner import ModelRunner
-from engine.steady_batch import SPAN, SteadyBatch, blocks_for
+from engine.served_model import served_model
+from engine.steady_batch import SteadyBatch
 from engine.step_profiler import floor_of
 from kernels.bench import current_commit
 from kernels.gpu_timer import Device, describe, warm_clocks
 
 
 class InProcessEngine:
-    """A loaded runner for batches of `batches` at `contexts` tokens; its cache is filled with random rows."""
+    """A loaded runner for `sequences` sequences of `longest` tokens at most; its cache is filled with random rows.
+
+    chunk_tokens: of a prompt, at most; 0: a decode rank.
+    """
 
     def __init__(
         self,
         args: argparse.Namespace,
         *,
-        batches: Sequence[int],
-        contexts: Sequence[int],
+        sequences: int,
+        longest: int,
+        chunk_tokens: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """args: with what `bench.step_flags` has added. Raises ConfigError, WeightsError, ValueError."""
-        config = engine_config(args, role="decode", yaml_section=None, environ=os.environ)
-        num_blocks = max(batches) * blocks_for(config.block_size, max(contexts))
+        role: Literal["prefill", "decode"] = "prefill" if chunk_tokens else "decode"
+        config = engine_config(args, role=role, yaml_section=None, environ=os.environ)
+        most = served_model(config).config.max_position_embeddings
+        if longest > most:
+            raise ValueError(f"sequences of {longest} tokens: the model ends at {most}; take shorter ones")
+        num_blocks = sequences * -(-longest // config.block_size)
         config = msgspec.structs.replace(
-            config, max_num_seqs=max(batches), num_blocks=num_blocks, max_model_len=max(contexts) + SPAN
+            config,
+            max_num_seqs=sequences,
+            num_blocks=num_blocks,
+            max_model_len=longest,
+            max_num_batched_tokens=chunk_tokens or config.max_num_batched_tokens,
         )
         numa.bind(node=config.numa_node, cpus=config.cpus)
         torch.set_num_threads(config.threads)
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch finds no GPU here; use --device cpu, with a small model")
         self.config = config
-        self.runner = ModelRunner(config, num_blocks=num_blocks, num_slots=max(batches))
+        self.runner = ModelRunner(config, num_blocks=num_blocks, num_slots=sequences)
         self.runner.times = True
         self.runner.load(say)
         self.runner.capture(say)
@@ -65,9 +80,29 @@ class InProcessEngine:
         """Return a batch that has not begun. Raises ValueError."""
         return SteadyBatch(self.runner, batch=batch, context=context, numbers=self._numbers)
 
+    def prompt(self, tokens: int) -> PromptRun:
+        """Return a prompt that has not begun. Raises ValueError."""
+        chunk = self.config.max_num_batched_tokens
+        return PromptRun(self.runner, prompt=tokens, chunk=chunk, numbers=self._numbers)
+
     def nodes(self, batch: int) -> int | None:
         """Return the nodes of the graph that a batch runs in, None if it runs in none."""
         return next((nodes for size, nodes in sorted(self.runner.graph_nodes.items()) if size >= batch), None)
+
+    def held_bytes(self, *, reset: bool = False, peak: bool = False) -> int | None:
+        """Return bytes in tensors on the GPU, the most since the last reset if `peak`; None on the CPU."""
+        if not self.is_gpu:
+            return None
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self.runner.device)
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return int(read(self.runner.device))
+
+    @property
+    def planned_workspace(self) -> int | None:
+        """Bytes that the memory plan sets aside for the tensors of a step; None on the CPU."""
+        parts = fixed_parts(self.config, self.floor.model, self.runner.cache.layout)
+        return next((part.num_bytes for part in parts if part.name == "workspace"), None)
 
     def conditions(self) -> dict[str, Any]:
         """Return what a measurement depends on."""

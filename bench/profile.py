@@ -1,4 +1,4 @@
-"""`isthmus profile`: the kernel bill of decode steps, of a running worker or of an engine in this process."""
+"""`isthmus profile`: the kernel bill of decode steps or a prompt's chunk, of a running worker or an engine here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rich.table import Table
 from bench.progress import Progress
 from bench.report import number, write_json
 from bench.step import WARM_STEPS, wide_console
-from bench.step_flags import add_flags, count
+from bench.step_flags import add_flags, add_prompt_flags, count
 from engine.flags import parse_flags
 from engine.kernel_bill import make_bill
-from engine.steady_batch import StepFailed
+from engine.steady_batch import SPAN, StepFailed
 
 _KERNELS = 5  # of a line, in the table
 _SMALL = 0.001  # of the step: lines below are shown together, and apart in the JSON
@@ -32,6 +32,7 @@ examples
   isthmus profile --url http://127.0.0.1:8002 --steps 20 --trace steps.json     a decode worker, while requests run
   isthmus profile --model dsv4-tiny --device cpu --batch 4 --context 256        an engine of its own, here
   isthmus profile --model ./DeepSeek-V4-Flash --load-format synthetic --simulate-rank 0/4 --device cuda --batch 16
+  isthmus profile --model ./DeepSeek-V4-Flash --load-format synthetic --simulate-rank 0/4 --device cuda --prompt 8192
 
 what the table says
   part        of the step; a kernel that is in no table stands under its own name
@@ -40,6 +41,7 @@ what the table says
   calls       launches a step, and microseconds of each
   kernels     calls, name, grid and microseconds of each, the dearest first
   floor, x    bytes that the part must read over bandwidth (or its products over their rate), and how many times that
+  TFLOP/s     of the products of a query or a token with keys or weights, two operations each
   if free     how many times faster the step would be without the part: what there is to gain at most
   idle        instants at which the device ran nothing, inside a step and between two
 
@@ -84,7 +86,9 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from bench.in_process import InProcessEngine
     from engine.step_profiler import StepProfiler, report_of
 
-    engine = InProcessEngine(args, batches=[args.batch], contexts=[args.context], say=progress.say)
+    if args.prompt:
+        return measure_prompt(args, progress)
+    engine = InProcessEngine(args, sequences=args.batch, longest=args.context + SPAN, say=progress.say)
     steady = engine.steady(args.batch, args.context)
     steady.run(WARM_STEPS)
     step_ms = statistics.median(step.ms for step in steady.run(max(args.steps, 50)))
@@ -100,18 +104,44 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return report | {"conditions": engine.conditions(), "nodes": nodes, "trace": str(args.trace or "")}
 
 
+def measure_prompt(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return the report of the last chunk of a prompt in an engine in this process."""
+    from bench.in_process import InProcessEngine
+    from engine.step_profiler import StepProfiler, report_of
+
+    chunk = min(args.chunk_tokens, args.prompt)
+    engine = InProcessEngine(args, sequences=1, longest=args.prompt, chunk_tokens=chunk, say=progress.say)
+    prompt = engine.prompt(args.prompt)
+    prompt.warm()
+    step_ms = statistics.median(prompt.run_last().ms for _ in range(3))
+    with tempfile.TemporaryDirectory(prefix="isthmus-profile-") as folder:
+        profiler = StepProfiler(engine.runner.device, args.trace or Path(folder) / "trace.json")
+        profiler.start()
+        last = prompt.run_last()
+        trace = profiler.stop()
+    floor = engine.floor.chunk_parts(last.start, last.tokens, logits=1)
+    bill = make_bill(trace, steps=1, floor=floor, device=engine.device if trace.is_device else None)
+    report = report_of(bill, engine.device, floor, batch=1, context=args.prompt, step_ms=step_ms)
+    chunks = {"chunk_tokens": last.tokens, "trace": str(args.trace or "")}
+    return report | {"conditions": engine.conditions(), "nodes": None} | chunks
+
+
 def show(report: dict[str, Any]) -> None:
     """Print the bill, with the ceilings."""
     bill = report["bill"]
     console = Console(highlight=False, soft_wrap=True)
+    chunk, context = report.get("chunk_tokens", 0), f"{report['context']:,.0f} tokens"
+    what = f"{bill['steps']:g} steps of {report['batch']:.4g} sequences at {context}"
+    if chunk:
+        what = f"the last {chunk:,} tokens of a prompt of {context}"
     console.print(
-        f"{report['device']}: {bill['steps']:g} steps of {report['batch']:.4g} sequences at {report['context']:,.0f} "
-        f"tokens: {report['step_ms']:.3f} ms a step, {bill['step_us'] / 1000:.3f} in the trace"
+        f"{report['device']}: {what}: "
+        f"{report['step_ms']:.3f} ms a step, {bill['step_us'] / 1000:.3f} in the trace"
         + (f"; floor {bill['floor_us'] / 1000:.3f}" if bill["floor_us"] else ""),
         markup=False,
     )
     table = Table("part", box=None, header_style="bold")
-    for head in ("share", "us", "calls", "us a call", "floor us", "x", "if free", "kernels"):
+    for head in ("share", "us", "calls", "us a call", "floor us", "x", "TFLOP/s", "if free", "kernels"):
         table.add_column(head, justify="left" if head == "kernels" else "right", overflow="fold")
     shown = [line for line in bill["lines"] if line["share"] >= _SMALL or line["floor_us"]]
     for line in shown:
@@ -123,6 +153,7 @@ def show(report: dict[str, Any]) -> None:
             number(line["us_per_call"], 2),
             number(line["floor_us"], 1),
             number(line["over_floor"], 1),
+            number(_tflops(line, report["floor_parts"]), 1),
             "all" if line["speedup_if_free"] is None else f"{line['speedup_if_free']:.2f}x",
             escape(_kernels(line)),
         )
@@ -134,6 +165,12 @@ def show(report: dict[str, Any]) -> None:
     wide_console(console).print(table)
     if report["trace"]:
         console.print(f"trace: {report['trace']}", markup=False)
+
+
+def _tflops(line: dict[str, Any], floor_parts: dict[str, Any]) -> float | None:
+    """Return at what rate a part does the multiplications that it can't do without; None where that says nothing."""
+    part = floor_parts.get(line["part"])
+    return part["flops"] / line["us"] / 1e6 if part and line["us"] else None
 
 
 def _kernels(line: dict[str, Any]) -> str:
@@ -151,7 +188,7 @@ def _kernels(line: dict[str, Any]) -> str:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Show where the time of a decode step goes, kernel by kernel, and what could be gained.",
+        description="Show where the time of a decode step or of a prompt's chunk goes, and what could be gained.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -162,6 +199,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--timeout", type=float, default=60.0, metavar="S", help="for so many steps of a worker to run (%(default)g)")
     add("--batch", type=count, default=16, metavar="B", help="sequences of an engine in this process (%(default)s)")
     add("--context", type=count, default=8192, metavar="L", help="tokens that each of them has (%(default)s)")
+    add(
+        "--prompt",
+        type=count,
+        default=0,
+        metavar="L",
+        help="the last chunk of a prompt of L tokens, in place of decode",
+    )
+    add_prompt_flags(add)
     add("--trace", type=Path, metavar="FILE", help="keep the Chrome trace")
     add("--json", type=Path, metavar="FILE", help="all figures")
     add("--quiet", action="store_true", help="no progress on stderr")

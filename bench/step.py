@@ -21,7 +21,7 @@ from bench.step_law import Experts, Point, StepLaw
 from bench.step_plot import draw, require_matplotlib
 from bench.step_projection import project, show_projection
 from engine.flags import parse_flags
-from engine.steady_batch import StepFailed
+from engine.steady_batch import SPAN, StepFailed
 
 if TYPE_CHECKING:
     from bench.in_process import InProcessEngine
@@ -86,7 +86,8 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Return the report of a sweep over args.context and args.batch."""
     from bench.in_process import InProcessEngine
 
-    engine = InProcessEngine(args, batches=args.batch, contexts=args.context, say=progress.say)
+    longest = max(args.context) + SPAN
+    engine = InProcessEngine(args, sequences=max(args.batch), longest=longest, say=progress.say)
     runs = []
     for context in args.context:
         for batch in args.batch:
@@ -154,15 +155,8 @@ def _law(runs: Sequence[dict[str, Any]], experts: Experts) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """Print table and laws."""
-    conditions = report["conditions"]
     console = Console(highlight=False, soft_wrap=True)
-    ceilings = conditions["ceilings"]
-    console.print(
-        f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
-        f"{conditions['layers']} layers; floor at {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s and "
-        f"{ceilings['flops_per_s'] / 1e12:,.3g} TFLOP/s ({ceilings['source']})",
-        markup=False,
-    )
+    console.print(conditions_line(report["conditions"]), markup=False)
     table = Table("batch", "context", box=None, header_style="bold")
     for head in ("step ms", "10 %", "90 %", "device ms", "gap", "tokens/s", "floor ms", "x floor", "nodes"):
         table.add_column(head, justify="right")
@@ -183,6 +177,16 @@ def show(report: dict[str, Any]) -> None:
     for context, law in report["step_laws"].items():
         console.print(f"context {int(context):,}", markup=False)
         console.print("\n".join(step_law_lines(law)), markup=False)
+
+
+def conditions_line(conditions: dict[str, Any]) -> str:
+    """Return what a measurement depends on, as InProcessEngine.conditions has it, in a line."""
+    ceilings = conditions["ceilings"]
+    return (
+        f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
+        f"{conditions['layers']} layers; floor at {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s and "
+        f"{ceilings['flops_per_s'] / 1e12:,.3g} TFLOP/s ({ceilings['source']})"
+    )
 
 
 def wide_console(console: Console) -> Console:

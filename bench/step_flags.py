@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from engine.flags import add_engine_flags
 
-# what a leader, a cluster or a network would need, and what follows from --batch and --context
+CHUNK_TOKENS = 4096
+# what a leader, a cluster or a network would need, and what follows from --batch, --context, --prompt, --chunk-tokens
 _WITHOUT = (
     "served_model_name", "num_blocks", "kv_cache_memory_gib", "gpu_memory_gib", "pool_poison",
     "max_num_batched_tokens", "max_num_seqs", "max_model_len", "landings_ahead", "waiting_ahead", "ranks", "transport",
@@ -18,6 +20,14 @@ _WITHOUT = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the engine's flags that say something in one process."""
     add_engine_flags(parser, without=_WITHOUT)
+
+
+def add_prompt_flags(add: Callable[..., object]) -> None:
+    """Add what says how long chunks of prompts are."""
+    add(
+        "--chunk-tokens", type=count, default=CHUNK_TOKENS, metavar="N",
+        help="of a prompt in one step; a worker's max_num_batched_tokens (%(default)s)",
+    )  # fmt: skip
 
 
 def count(text: str) -> int:

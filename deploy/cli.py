@@ -141,8 +141,8 @@ def _kernels(argv: list[str]) -> int:
 
 @verb(
     "bench",
-    "`bench serve`: load for any server; `bench compare`: two reports; `bench step`: decode steps of one rank; "
-    "`bench router`, `guides`, `kernels`, `transfer`: parts",
+    "`bench serve`: load for any server; `bench compare`: two reports; `bench step`, `bench prefill`: decode steps and "
+    "prompts of one rank; `bench router`, `guides`, `kernels`, `transfer`: parts",
 )
 def _bench(argv: list[str]) -> int:
     if argv[:1] == ["serve"]:
@@ -157,6 +157,10 @@ def _bench(argv: list[str]) -> int:
         from bench.step import main as run_step
 
         return run_step(_with_model_folder(argv[1:]), prog="isthmus bench step")
+    if argv[:1] == ["prefill"]:
+        from bench.prefill import main as run_prefill
+
+        return run_prefill(_with_model_folder(argv[1:]), prog="isthmus bench prefill")
     if argv[:1] == ["kernels"]:
         from kernels.bench import main as run_kernels
 
@@ -177,8 +181,8 @@ def _bench(argv: list[str]) -> int:
         return run_guides(_with_model_folder([*argv[1:], *model]), prog="isthmus bench guides")
     return _usage(
         "bench",
-        "serve --url URL [...] | compare A B | step --model FOLDER [...] | router [...] | guides [...] | "
-        "kernels --group GROUP [...] | transfer [...]      (each with --help)",
+        "serve --url URL [...] | compare A B | step --model FOLDER [...] | prefill --model FOLDER [...] | "
+        "router [...] | guides [...] | kernels --group GROUP [...] | transfer [...]      (each with --help)",
         argv,
     )
 

@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: KvCacheDtype = "packed"
     index_cache_dtype: IndexCacheDtype = "fp8"
     index_hadamard: bool | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 4096
     max_num_seqs: int = 16
     max_model_len: int = 0
     block_size: int = 256

@@ -77,6 +77,7 @@ class EagerSteps:
         batch = self._sequences.pack(steps, self._cache.device)
         rollback.keep(batch)
         streams = model.forward(batch.token_ids, batch.ragged, self._cache)
+        # Reading this back waits for all that the step has launched: what is told as computed may be pushed.
         is_finite = _finite_sequences(streams, batch)
         failed = [(seq, NOT_FINITE) for seq, fine in zip(batch.seqs, is_finite, strict=True) if not fine]
         outcome = self._sample(model, streams, batch, is_finite)
@@ -124,10 +125,11 @@ class EagerSteps:
 
 
 def _finite_sequences(streams: Tensor, batch: Batch) -> list[bool]:
-    bad = (~streams.isfinite().flatten(1).all(1)).long()
-    return [
-        n == 0
-        for n in torch.zeros(len(batch.seqs), dtype=torch.int64, device=bad.device)
-        .index_add_(0, batch.ragged.sequence, bad)
-        .tolist()
-    ]
+    """Return of each sequence whether its streams [T, n, H] are finite throughout.
+
+    In one pass, without copies: a NaN makes both extremes of its row NaN, and an infinite value is one of them.
+    """
+    low, high = torch.aminmax(streams.flatten(1), dim=1)
+    bad = (~(low.isfinite() & high.isfinite())).long()
+    counts = torch.zeros(len(batch.seqs), dtype=torch.int64, device=bad.device)
+    return [n == 0 for n in counts.index_add_(0, batch.ragged.sequence, bad).tolist()]

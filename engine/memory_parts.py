@@ -31,16 +31,21 @@ ALLOCATOR_BYTES = 136 * MIB
 # Never given away: what a driver takes later.
 MARGIN_BYTES = GIB // 2
 
-# As in engine.cache, kernels.indexer_decode, engine.model.moe and kv_transfer.checksum, which import torch.
+# As in engine.cache, kernels.indexer_decode, indexer_chunk, engine.model and kv_transfer.checksum, which import torch.
 SCRATCH_BYTES = 16 * MIB
 WORKSPACE_SCORES = 1 << 24
+CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
+KERNEL_TOKENS = 8
+MOST_TOKENS = 8192  # of a step, whatever its sequences: what kernels for packed rows are made for
 CHECKSUM_BYTES = 32 * MIB
 
 # Of each of a token's query channels, the operations for prompts hold 19 bytes at once (counted on the CPU, with
 # V4-Flash's heads on one rank and on four), and tiles of keys beside them.
 _PROMPT_BYTES_OF_CHANNEL = 19
 _PROMPT_TILES = 96 * MIB
+# Of a token's hidden channels, partial sums of a hyper-connection hold 8 bytes.
+_MIX_BYTES_OF_CHANNEL = 8
 # Of a logit, sampling by torch's operations holds about ten words at once: copies, an order, sums.
 _TORCH_SAMPLING_WORDS = 10
 # Of a logit, sampling by kernels makes room for a value and an id in two lists.
@@ -57,7 +62,7 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
     if config.role == "decode":
         parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
     else:
-        parts += [_prefill_workspace(config, local)]
+        parts += [_prefill_workspace(config, local, layout)]
     return sorted(parts, key=lambda part: -part.num_bytes)
 
 
@@ -117,19 +122,29 @@ def _decode_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVL
     )
 
 
-def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
-    """The tensors of the longest chunk, by operations for any number of tokens."""
-    tokens = config.max_num_batched_tokens
-    activations = tokens * (_streams(local) + _PROMPT_BYTES_OF_CHANNEL * _queries(local)) + _PROMPT_TILES
-    activations += _experts(tokens, local)
-    # The largest linear layer, as float32 and as bfloat16: its codes are dequantised for each chunk.
-    dequantised = 6 * local.q_lora_rank * (local.num_attention_heads * local.head_dim + _index_channels(local))
-    logits = 4 * _TORCH_SAMPLING_WORDS * config.max_num_seqs * local.vocab_size
+def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVLayout) -> MemoryPart:
+    """The tensors of the longest chunk, of kernels where they take it, else of torch's operations."""
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    scores, bytes_of_matrix = 0, 6  # as float32 and as bfloat16
+    if config.kv_cache_dtype == "packed" and tokens <= KERNEL_TOKENS:
+        bytes_of_matrix = 2
+        scores = 4 * CHUNK_SCORES if local.layers_of(CSA_RATIO) else 0
+        activations = tokens * (_streams(local) + _MIX_BYTES_OF_CHANNEL * local.hidden_size)
+        activations += max(tokens * _attended(local), _experts(tokens, local))
+    else:
+        activations = tokens * (_streams(local) + _PROMPT_BYTES_OF_CHANNEL * _queries(local)) + _PROMPT_TILES
+        activations += _experts(tokens, local)
+    # The largest linear layer: its codes are dequantised for each chunk.
+    matrix = local.q_lora_rank * (local.num_attention_heads * local.head_dim + _index_channels(local))
+    dequantised = bytes_of_matrix * matrix
+    logits = 4 * _TORCH_SAMPLING_WORDS * rows * local.vocab_size
+    undo = rows * layout.slot_bytes  # engine.rollback
     return MemoryPart(
         name="workspace",
-        num_bytes=activations + dequantised + logits,
-        how=f"of {tokens} tokens: layer {activations / MIB:,.0f} MiB, a dequantised matrix {dequantised / MIB:,.0f}, "
-        f"logits of {config.max_num_seqs} {logits / MIB:,.0f}",
+        num_bytes=activations + scores + dequantised + logits + undo,
+        how=f"of {tokens} tokens: layer {activations / MIB:,.0f} MiB, indexer's scores {scores / MIB:,.0f}, a "
+        f"dequantised matrix {dequantised / MIB:,.0f}, logits of {rows} {logits / MIB:,.0f}, states kept "
+        f"{undo / MIB:,.0f}",
     )
 
 
@@ -172,6 +187,19 @@ def _queries(local: DeepSeekV4Config) -> int:
     return max(local.num_attention_heads * local.head_dim, _index_channels(local))
 
 
+def _attended(local: DeepSeekV4Config) -> int:
+    """Return bytes a token that a layer's attention holds at once, by kernels, besides streams, input and output.
+
+    What the compressors and the indexer's weights project (float32); latent and row; queries as they come out of their
+    product, turned, and what attention makes of them (bf16); the indexer's, ready (f16 at most), and what they select.
+    """
+    queries = local.num_attention_heads * local.head_dim
+    projected = 4 * 4 * (local.head_dim + local.index_head_dim) + 4 * local.index_n_heads
+    latent = 2 * (local.q_lora_rank + local.head_dim) + 2 * local.head_dim
+    indexer = 2 * _index_channels(local) + 4 * (local.index_n_heads + local.index_topk)
+    return projected + latent + 2 * (queries + _index_channels(local)) + 2 * 2 * queries + indexer
+
+
 def _scored_tokens(config: EngineConfig, local: DeepSeekV4Config) -> int:
     """Return how many tokens a rank chooses from: of all, or of its own rows of the head where it plays a group."""
     return shard_of(config).head_rows(local) if config.simulate_rank else local.vocab_size
@@ -182,6 +210,11 @@ def _index_channels(local: DeepSeekV4Config) -> int:
 
 
 def _experts(tokens: int, local: DeepSeekV4Config) -> int:
-    """Return bytes between the products of routed experts: rows of both, and shares of sums of the first."""
+    """Return bytes of routed experts: rows of both products, shares of sums of the first, whose rows they are, inputs.
+
+    Of more than EXPERTS_TOKENS tokens, what each call gives besides, and all of it together.
+    """
     rows, inner = min(tokens, EXPERTS_TOKENS) * local.num_experts_per_tok, local.moe_intermediate_size
-    return rows * (4 * local.hidden_size + 2 * inner) + 4 * 3 * rows * 2 * inner * 4
+    lists = 2 * 4 * rows * local.n_routed_experts + 2 * 2 * min(tokens, EXPERTS_TOKENS) * local.hidden_size
+    sums = 0 if tokens <= EXPERTS_TOKENS else 2 * 4 * tokens * local.hidden_size
+    return rows * (4 * local.hidden_size + 2 * inner) + 4 * 3 * rows * 2 * inner * 4 + lists + sums

@@ -20,7 +20,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.device_memory import device_memory
 from engine.memory_fit import Room, largest_batch, make_room, nearest_that_fit
-from engine.memory_parts import GIB, MARGIN_BYTES, MIB, SCRATCH_BYTES, captured_sizes
+from engine.memory_parts import GIB, MARGIN_BYTES, MIB, MOST_TOKENS, SCRATCH_BYTES, captured_sizes
 from engine.model.config import DeepSeekV4Config
 from engine.plan import MeasuredMemory
 from kv_transfer.layout import KVLayout
@@ -158,6 +158,11 @@ def plan_memory(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPlan:
     if 0 < config.max_model_len < MIN_MODEL_LEN:
         raise PlanError(
             f"max_model_len {config.max_model_len}: must be at least {MIN_MODEL_LEN}, or 0 for the model's own"
+        )
+    if config.device == "cuda" and config.kv_cache_dtype == "packed" and config.max_num_batched_tokens > MOST_TOKENS:
+        raise PlanError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens}: a step on a GPU has {MOST_TOKENS} at most; "
+            "lower it"
         )
     device_bytes = device_memory(config)
     if device_bytes is None:

@@ -134,6 +134,7 @@ class RankProcess:
             gauge.loaded(state_bytes=self._runner.state_bytes)
             self._runner.capture(lambda text: self._progress("capturing", text))
             gauge.captured()
+            self._runner.warm(lambda text: self._progress("capturing", text))
         if config.logits_log:
             self._logits_log = LogitsLog(Path(config.logits_log), f"{config.worker_id}-{self._rank}")
             self._runner.on_logits = self._logits_log.on_logits

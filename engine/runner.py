@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,10 +39,10 @@ from engine.model.placement import move_to
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weights import load_weights
-from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, SequenceStart, SequenceStep, StepPlan
+from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
 from kv_transfer.checksum import units_checksum
-from router.protocol import TokenLogprobs
+from router.protocol import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,41 @@ class ModelRunner:
             )
         with torch.inference_mode():
             self._graphs.capture(progress)
+
+    def warm(self, progress: Callable[[str], None] | None = None) -> None:
+        """Run chunks of prompts of many lengths, at both ends of the longest: no request waits for a kernel's code.
+
+        For a prefill rank before its first request: what its cache holds is lost. Raises ConfigError if there is no
+        memory for the longest chunk.
+        """
+        if self.config.role != "prefill":
+            return
+        blocks = list(range(self._max_blocks()))
+        longest = min(len(blocks) * self.config.block_size, self.model_config.max_position_embeddings)
+        tokens = min(self.config.max_num_batched_tokens, longest)
+        while tokens:
+            began = time.monotonic()
+            for start in {0, longest - tokens}:
+                self._warm(blocks, start, tokens)
+            if progress is not None:
+                progress(f"a chunk of {tokens} tokens: {time.monotonic() - began:.1f} s")
+            tokens //= 2
+        if self.config.pool_poison:
+            self.cache.poison()
+
+    def _warm(self, blocks: list[int], start: int, tokens: int) -> None:
+        seq, vocab = 0, self.model_config.vocab_size
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        ids = [token % vocab for token in range(tokens)]
+        step = SequenceStep(seq=seq, start=start, token_ids=ids, new_block_ids=[], sample=True)
+        begin = SequenceStart(seq=seq, slot=0, block_ids=blocks, sampling=sampling)
+        outcome = self.run(StepPlan(number=0, starts=[begin], steps=[step]))
+        self.run(StepPlan(number=0, ends=[seq]))
+        if (seq, NO_MEMORY) in outcome.failed:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.config.max_num_batched_tokens}: no memory for a chunk of {tokens} "
+                f"tokens; lower it or kv_cache_memory_gib"
+            )
 
     def _max_blocks(self) -> int:
         longest = self.config.max_model_len or self.model_config.max_position_embeddings

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from engine.block_allocator import BlockAllocator
 from engine.plan import NO_MEMORY, PREVIOUS, SequenceBranch, SequenceStart, SequenceStep, StepPlan, StepResult
 from engine.sequence import Sequence
+from engine.shares import share
 from router.protocol import FinishReason, TokenLogprobs
 
 RETRY_STEPS = 64
@@ -58,7 +59,10 @@ class _Sampled:
 
 
 class Scheduler:
-    """First come, first served. A sequence brings its blocks and slot; growth comes out of its promise."""
+    """Sequences share each step (shares.py). One brings its blocks and slot; growth comes out of its promise.
+
+    Numbers of sequences ascend in the order in which they came.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,7 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens here whose cache rows do not exist yet."""
-        return sum(len(s.token_ids) - s.num_computed for s in (*self.waiting, *self.running.values()))
+        return sum(s.num_left for s in (*self.waiting, *self.running.values()))
 
     @property
     def num_leaving(self) -> int:
@@ -148,26 +152,14 @@ class Scheduler:
         if self._num_under_way and not self._may_plan_ahead():
             return None
         starts, steps = [], []
-        budget = self._max_num_batched_tokens
         self._try_delayed()
-        for sequence in self.running.values():
-            if budget == 0:
-                break
-            if sequence.seq in self._parked or sequence.seq in self._delayed:
-                continue
-            if sequence.seq not in self._under_way:
-                steps.append(self._step(sequence, budget))
-            elif self._goes_on(sequence):
-                steps.append(self._step_ahead(sequence))
-            else:
-                continue
-            budget -= len(steps[-1].token_ids)
-        while self.waiting and budget and len(self.running) < self._max_num_seqs and not self._delayed:
-            sequence = self.waiting.popleft()
-            self.running[sequence.seq] = sequence
-            starts.append(_start(sequence))
-            steps.append(self._step(sequence, budget))
-            budget -= len(steps[-1].token_ids)
+        for sequence, num_tokens in self._shares():
+            if sequence.seq not in self.running:
+                self.waiting.remove(sequence)
+                self.running[sequence.seq] = sequence
+                starts.append(_start(sequence))
+            is_ahead = sequence.seq in self._under_way
+            steps.append(self._step_ahead(sequence) if is_ahead else self._step(sequence, num_tokens))
         if not (starts or steps or self._ends):
             return None
         self._number += 1
@@ -283,14 +275,37 @@ class Scheduler:
             and len(sequence.token_ids) < self._max_model_len - 1
         )
 
+    def _shares(self) -> list[tuple[Sequence, int]]:
+        """Return who runs in the next step, and how many tokens; those that begin with it are the last."""
+        ready = [s for s in self.running.values() if s.seq not in self._parked and s.seq not in self._delayed]
+        if self._under_way:
+            ready = [s for s in ready if s.seq not in self._under_way or self._goes_on(s)]
+        room = 0 if self._delayed else self._max_num_seqs - len(self.running)
+        starting = list(self.waiting) if room > 0 else []
+        while True:
+            found = self._share([*ready, *starting])
+            begin = [s for s in starting if s.seq in found]
+            if len(begin) <= room:
+                return [(s, found[s.seq]) for s in (*ready, *begin) if s.seq in found]
+            starting = begin[:room]
+
+    def _share(self, sequences: list[Sequence]) -> dict[int, int]:
+        """Return the tokens of each sequence that has some in the next step, by number."""
+        left = {s.seq: 1 if s.seq in self._under_way else s.num_left for s in sequences}
+        if sum(left.values()) > self._max_num_batched_tokens:
+            ages = sorted(left)
+            found = share([left[seq] for seq in ages], self._max_num_batched_tokens)
+            left = {seq: num_tokens for seq, num_tokens in zip(ages, found, strict=True) if num_tokens}
+        return left
+
     def _step_ahead(self, sequence: Sequence) -> SequenceStep:
         start = len(sequence.token_ids)
         grown = self._grow(sequence, start + 1)
         return SequenceStep(seq=sequence.seq, start=start, token_ids=[PREVIOUS], new_block_ids=grown, sample=True)
 
-    def _step(self, sequence: Sequence, budget: int) -> SequenceStep:
+    def _step(self, sequence: Sequence, num_tokens: int) -> SequenceStep:
         start = sequence.num_computed
-        end = min(len(sequence.token_ids), start + budget)
+        end = start + num_tokens
         return SequenceStep(
             seq=sequence.seq,
             start=start,

@@ -34,6 +34,11 @@ class Sequence:
     branches: list[Sequence] = dataclasses.field(default_factory=list)
     checksums: list[dict[str, int]] = dataclasses.field(default_factory=list)
 
+    @property
+    def num_left(self) -> int:
+        """Tokens whose cache rows do not exist yet."""
+        return len(self.token_ids) - self.num_computed
+
     def append(self, token_id: int, *, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Add an output token; return why the sequence is over, None if it goes on."""
         self.token_ids.append(token_id)

@@ -1,8 +1,10 @@
-"""StepFloor: the bytes and operations that a decode step can't do without, part by part. Arithmetic only, no torch.
+"""StepFloor: the bytes and operations that a step can't do without, part by part. Arithmetic only, no torch.
 
 Counted are the weights that a rank must read, each once, and the cache rows that its batch attends; of experts the
 number of distinct ones that a batch takes if each token chooses at random. Not counted: activations, logits, the rows
-that are written, and what launches and dependences cost. A step that reaches its floor does nothing but read.
+that are written, and what launches and dependences cost. A decode step that reaches its floor does nothing but read.
+A chunk of a prompt multiplies more than it reads. Of its activations the streams count: each sublayer reads and writes
+them, and they are too many for a cache.
 
 Every rank of a tensor-parallel group reads its share of what is cut (q_b, o_a, o_b, experts, head) and all of the rest:
 the cache has one head, indexer and compressors are whole everywhere.
@@ -18,6 +20,7 @@ from engine.config import EngineConfig
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
 from engine.model.shard import Shard
 from engine.model.weight_bytes import count_weights
+from engine.step_work import StepWork, chunk_work, decode_work
 from kv_transfer.layout import KVLayout
 
 NVFP4_BYTES = 0.5 + 1 / 16  # a code of four bits, a scale byte for 16
@@ -43,6 +46,7 @@ class Formats:
     compressor: float = 2.0
     gate: float = 2.0
     mixer: float = 4.0
+    stream: float = 2.0
     head: float = 2.0
     expert: float = NVFP4_BYTES
     kv_row: int = 584
@@ -69,7 +73,7 @@ class Part:
 
 
 class StepFloor:
-    """The floor of a rank's decode steps. model: whole in width, the layers that run.   shards: ranks of the group."""
+    """The floor of a rank's steps. model: whole in width, the layers that run.   shards: ranks of the group."""
 
     def __init__(self, model: DeepSeekV4Config, formats: Formats, *, shards: int = 1) -> None:
         """Raises ValueError for a group without ranks."""
@@ -85,31 +89,43 @@ class StepFloor:
 
     def parts(self, batch: float, context: float) -> list[Part]:
         """Return all parts of a step of `batch` sequences, one token each, that have `context` tokens on average."""
-        return [
-            self._hyper_connections(batch),
-            self._projections(batch),
-            self._indexer(batch, context),
-            self._attention(batch, context),
-            self._output(batch),
-            self._gate(batch),
-            self._shared_expert(batch),
-            self._routed_experts(batch),
-            self._head(batch),
-        ]
+        return self._parts(decode_work(self.model, batch, context))
+
+    def chunk_parts(self, start: int, tokens: int, *, logits: int = 0) -> list[Part]:
+        """Return all parts of a step of `tokens` tokens of a prompt from `start` on. logits: tokens that have some."""
+        return self._parts(chunk_work(self.model, start, tokens, logits=logits))
 
     def ms(self, batch: float, context: float, device: Ceilings) -> float:
         """Return the floor of a step in milliseconds."""
         return sum(part.floor_us(device) for part in self.parts(batch, context)) / 1000
 
+    def _parts(self, work: StepWork) -> list[Part]:
+        return [
+            self._hyper_connections(work),
+            self._projections(work.tokens),
+            self._indexer(work),
+            self._attention(work),
+            self._output(work.tokens),
+            self._gate(work.tokens),
+            self._shared_expert(work.tokens),
+            self._routed_experts(work.tokens),
+            self._head(work.logits),
+        ]
+
     def _layers(self, ratio: int) -> int:
         return self._ratios.count(ratio)
 
-    def _hyper_connections(self, batch: float) -> Part:
+    def _hyper_connections(self, work: StepWork) -> Part:
         m, calls = self.model, 2 * len(self._ratios)
         size = calls * m.hc_mult * m.hidden_size * (2 + m.hc_mult) * m.hc_mult
-        channels = calls * m.hidden_size * math.ceil(batch / 16)
+        channels = calls * m.hidden_size * math.ceil(work.tokens / 16)
+        streams = 2 * calls * work.streamed * m.hc_mult * m.hidden_size * self.formats.stream
         return Part(
-            "hyper-connections", calls, size * self.formats.mixer, 2 * batch * size, {"stream channels": channels}
+            "hyper-connections",
+            calls,
+            size * self.formats.mixer + streams,
+            2 * work.tokens * size,
+            {"stream channels": channels},
         )
 
     def _projections(self, batch: float) -> Part:
@@ -128,20 +144,18 @@ class StepFloor:
             {"q_b, index q": queries, "q_a, kv": down, "compressors": wide},
         )
 
-    def _indexer(self, batch: float, context: float) -> Part:
+    def _indexer(self, work: StepWork) -> Part:
         m, calls = self.model, self._layers(CSA_RATIO)
-        keys = calls * batch * (context // CSA_RATIO)
-        flops = keys * m.index_n_heads * m.index_head_dim * 2
-        return Part("indexer", calls, keys * self.formats.index_row, flops, {"index keys": keys})
+        products, rows = calls * work.index.products, calls * work.index.rows
+        flops = products * m.index_n_heads * m.index_head_dim * 2
+        return Part("indexer", calls, rows * self.formats.index_row, flops, {"index keys": products})
 
-    def _attention(self, batch: float, context: float) -> Part:
+    def _attention(self, work: StepWork) -> Part:
         m, layers = self.model, len(self._ratios)
-        rows = layers * min(context, m.sliding_window)
-        rows += self._layers(CSA_RATIO) * min(context // CSA_RATIO, m.index_topk)
-        rows += self._layers(HCA_RATIO) * (context // HCA_RATIO)
-        heads = m.num_attention_heads / self.shards
-        keys = batch * rows
-        return Part("attention", layers, keys * self.formats.kv_row, keys * heads * 4 * m.head_dim, {"keys": keys})
+        kinds = ((layers, work.window), (self._layers(CSA_RATIO), work.csa), (self._layers(HCA_RATIO), work.hca))
+        products, rows = (sum(n * getattr(keys, name) for n, keys in kinds) for name in ("products", "rows"))
+        flops = products * m.num_attention_heads / self.shards * 4 * m.head_dim
+        return Part("attention", layers, rows * self.formats.kv_row, flops, {"keys": products})
 
     def _output(self, batch: float) -> Part:
         m, layers = self.model, len(self._ratios)
@@ -172,7 +186,7 @@ class StepFloor:
         return Part("routed experts", len(self._ratios), weights * self.formats.expert, flops, reads)
 
     def _head(self, batch: float) -> Part:
-        size = self.model.vocab_size * self.model.hidden_size / self.shards
+        size = self.model.vocab_size * self.model.hidden_size / self.shards if batch else 0.0
         return Part("head", 1, size * self.formats.head, 2 * batch * size, {"head": size})
 
 

@@ -3,7 +3,8 @@
 A write may block while it copies (shared memory lanes do), so the transport has a thread of its own, and only that
 thread touches it. What ended is told with `emit`, which must be safe from any thread.
 
-A chunk is computed before its push is ordered, so what is read here is complete.
+A chunk is computed before its push is ordered, so what is read here is complete, and nothing here waits for the chunk
+that is computed meanwhile: transports read memory by themselves, and checksums have a stream of their own.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Transfers:
         )
         self._peers: dict[str, Endpoint] = {}
         self._checksums: dict[tuple[int, int], dict[str, int]] = {}  # of landings that are not over
+        self._aside = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def is_idle(self) -> bool:
@@ -110,7 +112,8 @@ class Transfers:
         checksums, fails = None, "a test asked it to fail" if order.fails else ""
         if order.checksum:
             try:
-                checksums = self._add_checksums(order)
+                with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+                    checksums = self._add_checksums(order)
             except (MemoryError, torch.OutOfMemoryError) as e:
                 fails = f"no memory for checksums: {e}"
         self._writer.push(

@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # these run an engine in their own process, or read its bill
     "bench.in_process": ("engine", "kernels"),
     "bench.step": ("bench", "engine"),
+    "bench.prefill": ("bench", "engine"),
     "bench.step_flags": ("engine.flags",),
     "bench.step_plot": ("bench", "engine.flags"),
     "bench.step_projection": ("bench", "engine"),
@@ -41,6 +42,7 @@ NO_TORCH = (
     "bench.serve",
     "bench.compare",
     "bench.step",
+    "bench.prefill",
     "bench.profile",
     "deploy.cluster",
     "deploy.cli",

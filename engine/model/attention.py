@@ -3,8 +3,8 @@
 The cache is read and written here and nowhere else in the model. Order matters: entries of this step are stored first
 (a token sees the entry it completes), the window ring last (attention still needs the rows it overwrites).
 
-There are two ways through: steps of few tokens a sequence over packed rows run decode kernels where there are any
-(`decode_batch`), all others the operations for batches of any shape.
+There are two ways through: over packed rows steps run kernels where there are any (`decode_batch`), those of prompts
+and of decode alike; elsewhere torch's operations run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kernels.sparse_attention import sparse_attention
 from kernels.sparse_attention_decode import sparse_attention_decode
 from kernels.triton_env import uses_triton
 
-DECODE_TOKENS = 8
+KERNEL_TOKENS = 8
+"""Of a sequence in a step: with more, torch's operations run instead of kernels."""
 
 
 class CacheViews(Protocol):
@@ -38,15 +39,15 @@ class CacheViews(Protocol):
 
 
 def runs_decode_kernels(cache: CacheViews, device: torch.device) -> bool:
-    """Return whether steps of few tokens a sequence run decode kernels there."""
+    """Return whether steps run kernels there: decode steps do, and others as far as KERNEL_TOKENS allows."""
     return uses_triton(torch.empty(0, device=device)) and cache.rows("window", 0).format == "packed"
 
 
 def decode_batch(batch: RaggedBatch, cache: CacheViews) -> DecodeBatch | None:
-    """Return the batch as decode kernels read it, None where a step runs the operations for any shape."""
+    """Return the batch as kernels read it, None where a step runs torch's operations."""
     if not runs_decode_kernels(cache, batch.device):
         return None
-    return batch.decode if batch.decode.max_query_len <= DECODE_TOKENS else None
+    return batch.decode if batch.decode.max_query_len <= KERNEL_TOKENS else None
 
 
 class Attention:
@@ -101,7 +102,7 @@ class Attention:
         return self.out_up(out.flatten(1), decodes=decodes)
 
     def _attend(self, x: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
-        """Return the heads' outputs [T, H, D], turned back, with operations for any number of tokens a sequence."""
+        """Return the heads' outputs [T, H, D], turned back, with torch's operations."""
         rotation = rotations.tokens(self.ratio)
         latent, kv = self.down(x)
         q = self.q_up.only(0, latent, norm=self.q_norm).view(-1, self.heads, self.dim)
@@ -125,7 +126,7 @@ class Attention:
         return rope(_spoil(out, is_finite), rotation.conj())
 
     def _attend_decode(self, x: Tensor, decode: DecodeBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
-        """The same with decode kernels: one launch writes the cache, one attends."""
+        """The same with kernels: one call writes the cache, one attends."""
         pooled: list[Tensor] = []
         if self.compressor is not None:
             pooled, (latent, kv) = read_once(x, self.pooled, self.down)

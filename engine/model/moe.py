@@ -2,7 +2,7 @@
 
 There are two ways through. Where experts are packed and there are kernels for them, tokens are routed on the device and
 each expert is read once, in its four bits, for every TOKENS tokens: of prompts, too, since to dequantise all experts
-costs more than to read them several times. Elsewhere the operations for any number of tokens run.
+costs more than to read them several times. Elsewhere torch's operations run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kernels.moe_routing import route_tokens
 from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
 
-TOKENS = 256  # at once: what the kernels are cut for
+TOKENS = 256  # in one call of the experts' kernels; of more, a call for each so many
+BESIDE = 256  # tokens up to which the shared expert runs beside routing and routed experts; of more, before them
 
 
 def keeps_packed(device: torch.device) -> bool:
@@ -69,14 +70,16 @@ class MixtureOfExperts:
         """
         w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
         if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
-            shared = None if decode is not None else self._shared(x, decodes=False)
+            tokens, sequence = x.shape[0], None if decode is None else decode.sequence
+            shared = None if tokens <= BESIDE else self._shared(x, decodes=True)
+            if tokens <= TOKENS:
+                return self._read_once(x, token_ids, shared, sequence, w13, w2)
             found = []
-            for first in range(0, max(x.shape[0], 1), TOKENS):
+            for first in range(0, tokens, TOKENS):
                 at = slice(first, first + TOKENS)
-                sequence = None if decode is None else decode.sequence[at]
-                ready = None if shared is None else shared[at]
-                found.append(self._read_once(x[at], token_ids[at], ready, sequence, w13, w2))
-            return found[0] if len(found) == 1 else torch.cat([add_up(y) for y in found])
+                ready, of = (None if each is None else each[at] for each in (shared, sequence))
+                found.append(add_up(self._read_once(x[at], token_ids[at], ready, of, w13, w2)))
+            return torch.cat(found)
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
             expert_scores(x, self.gate.float()), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling

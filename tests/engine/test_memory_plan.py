@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 import engine.cache
+import engine.model.attention
 import engine.model.moe
+import kernels.indexer_chunk
 import kernels.indexer_decode
 import kv_transfer.checksum
 from engine import device_memory, memory_parts
@@ -72,6 +74,7 @@ def test_eager_steps_need_no_graphs() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_refusal_names_the_nearest_that_fit_and_they_are_the_nearest(role: str) -> None:
     wanted = {"role": role, "gpu_memory_gib": 46.2, "max_model_len": 1048576, "max_num_seqs": 200}
+    wanted["max_num_batched_tokens"] = 1024
     with pytest.raises(PlanError) as refused:
         plan(**wanted)
     text = str(refused.value)
@@ -107,8 +110,10 @@ def test_smallest_gpu_counts_without_what_its_driver_keeps() -> None:
 def test_constants_are_those_of_what_they_stand_for() -> None:
     assert memory_parts.SCRATCH_BYTES == engine.cache.SCRATCH_BYTES
     assert memory_parts.WORKSPACE_SCORES == kernels.indexer_decode.WORKSPACE_SCORES
+    assert memory_parts.CHUNK_SCORES == kernels.indexer_chunk.CHUNK_SCORES
     assert memory_parts.CHECKSUM_BYTES == kv_transfer.checksum._PORTION_BYTES
     assert memory_parts.EXPERTS_TOKENS == engine.model.moe.TOKENS
+    assert memory_parts.KERNEL_TOKENS == engine.model.attention.KERNEL_TOKENS
 
 
 # ---------------------------------------------------------------- at start
@@ -168,6 +173,11 @@ def test_start_without_a_graph_of_an_admitted_batch_is_refused() -> None:
     nodes = dict.fromkeys(found.summary().graph_sizes[:-1], 600)
     with pytest.raises(PlanError, match="no graph of 64 sequences"):
         found.corrected(measured(found, free=20 * GIB, graph_nodes=nodes))
+
+
+def test_chunks_longer_than_kernels_take_are_refused() -> None:
+    with pytest.raises(PlanError, match="max_num_batched_tokens 8193: a step on a GPU has 8192 at most"):
+        plan(role="prefill", max_num_batched_tokens=8193)
 
 
 def test_a_prompt_s_workspace_counts_before_a_chunk_has_run() -> None:

@@ -72,6 +72,30 @@ def test_several_short_prompts_share_a_chunk() -> None:
     assert [(s.seq, len(s.token_ids), s.sample) for s in plan.steps] == [(1, 7, True), (2, 7, True), (3, 2, False)]
 
 
+def test_short_prompt_behind_a_long_one_is_done_in_the_next_chunk() -> None:
+    blocks = BlockAllocator(128)
+    scheduler = _scheduler(blocks)
+    scheduler.add(_sequence(blocks, 1, 300))
+    _run(scheduler)
+    scheduler.add(_sequence(blocks, 2, 300))  # as long: its turn comes later
+    scheduler.add(_sequence(blocks, 3, 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [(s.seq, s.start, len(s.token_ids), s.sample) for s in plan.steps] == [(1, 16, 11, False), (3, 0, 5, True)]
+    assert [start.seq for start in plan.starts] == [3]
+    assert [s.seq for s in scheduler.waiting] == [2]
+
+
+def test_nobody_begins_beyond_the_limit_of_sequences_and_nothing_of_the_chunk_is_lost() -> None:
+    blocks = BlockAllocator(128)
+    scheduler = _scheduler(blocks, seqs=2)
+    for seq, length in ((1, 300), (2, 4), (3, 4)):
+        scheduler.add(_sequence(blocks, seq, length))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [(s.seq, len(s.token_ids)) for s in plan.steps] == [(1, 12), (2, 4)]
+
+
 def test_batch_never_exceeds_its_limit_and_refills_as_sequences_end() -> None:
     blocks = BlockAllocator(64)
     scheduler = _scheduler(blocks, seqs=2, tokens=100)

@@ -158,7 +158,7 @@ def logits_of(
     chooses, packs = model.decode_batch, engine.runner.keeps_packed
 
     def decode_batch(batch, cache):
-        fits = kernels and batch.decode.max_query_len <= attention.DECODE_TOKENS
+        fits = kernels and batch.decode.max_query_len <= attention.KERNEL_TOKENS
         return batch.decode if fits else None
 
     # On a device with kernels both choices are the engine's own.

@@ -49,7 +49,7 @@ def few_programs(monkeypatch):
 # second for each token. The others follow in steps of two and of one, or of one.
 @pytest.mark.parametrize("chunk", [8, pytest.param(6, marks=pytest.mark.long)])
 def test_steps_of_few_tokens_choose_as_golden(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(attention, "DECODE_TOKENS", 2)
+    monkeypatch.setattr(attention, "KERNEL_TOKENS", 2)
     checkpoint = geo.write_checkpoint(tmp_path / "geo")
     step, *others = geo.run(checkpoint, device="cpu", dtype="float32", index="fp4", lengths=(9,), steps=1, chunk=chunk)
     assert (others, step.fault) == ([], "")
