@@ -180,9 +180,12 @@ def _chunk(
     return Tile(constants, num_warps=warps, upto=upto)
 
 
-def _write(heads: int, index_heads: int, *, warps: int = 4, **upto: int) -> Tile:
-    """A tile of cache_write: heads of a program that turns queries, and of one that makes the indexer's ready."""
-    return Tile({"BLOCK_H": heads, "INDEX_H": index_heads}, num_warps=warps, upto=upto)
+def _write(heads: int, index_heads: int, *, at_once: int = 0, warps: int = 4, **upto: int) -> Tile:
+    """A tile of cache_write: heads of a program that turns queries, and of one that makes the indexer's ready.
+
+    at_once: tokens, of those that a program pools at ratio 128, with several tokens a sequence.
+    """
+    return Tile({"BLOCK_H": heads, "INDEX_H": index_heads, "AT_ONCE": at_once}, num_warps=warps, upto=upto)
 
 
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
@@ -343,6 +346,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_120": (_write(4, 8, tokens=16), _write(16, 16)),
         "sm_90": (_write(4, 8, tokens=16), _write(16, 16)),
     },
+    # With several tokens a sequence.
+    "cache_write_several": {"sm_120": (_write(16, 32, at_once=8),), "sm_90": (_write(16, 32, at_once=8),)},
 }
 
 
