@@ -223,7 +223,8 @@ def cache_write(
         index_q, 0 if index_q is None else index_q.stride(0), index_weight,
         0 if index_weight is None else index_weight.stride(0), index_scale,
         None if ready is None else ready.words, None if ready is None else ready.weight,
-        **constants, num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}),
+        **constants, num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.constants["REGISTERS"] or None,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return Written(q_out, ready)
 

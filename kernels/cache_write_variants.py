@@ -72,5 +72,6 @@ def _variant(name: str, ratio: int, index: str | None, tile: Tile, single: bool)
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         tensor_ops=(),
+        maxnreg=tile.constants["REGISTERS"] or None,
         unaligned=tuple(arg for arg in (*UNALIGNED, *UNSPECIALIZED) if arg not in left_out),
     )

@@ -46,7 +46,7 @@ def csa_pool_several(new, stride, bias, state, position, start, D: tl.constexpr)
     top = tl.full((D,), -float("inf"), tl.float32)
     total = tl.zeros((D,), tl.float32)
     weighted = tl.zeros((D,), tl.float32)
-    for block in tl.static_range(2):  # its own, which has a row, then the one before, which may have none
+    for block in range(tl.where(position < 4, 1, 2)):  # its own, which has a row, then the one before
         at = position - 3 - 4 * block + back
         channel = (1 - block) * D + c[None, :]
         is_old = ((at >= 0) & (at < start))[:, None]

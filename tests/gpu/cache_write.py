@@ -25,7 +25,7 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of `count` sequences with `length` tokens each at most."""
+    """A step of `count` sequences with `length` tokens each at most; chunks: of that many tokens in all, drawn."""
 
     count: int
     length: int
@@ -36,12 +36,14 @@ class Case:
     dim: int = 512
     fmt: str = "packed"
     dtype: torch.dtype = torch.bfloat16
+    chunks: int = 0
 
     def __str__(self) -> str:
         kind = {0: "window", 4: "CSA", 128: "HCA"}[self.ratio]
         turned = " hadamard" if self.hadamard else ""
+        size = f"B={self.count} x {self.length}" if not self.chunks else f"chunks of {self.chunks} #{self.count}"
         return (
-            f"B={self.count} x {self.length} {kind} {self.fmt} {self.index}{turned} heads={self.heads} dim={self.dim} "
+            f"{size} {kind} {self.fmt} {self.index}{turned} heads={self.heads} dim={self.dim} "
             f"{str(self.dtype).removeprefix('torch.')}"
         )
 
@@ -49,7 +51,9 @@ class Case:
 def cases_of(*, small: bool = False) -> list[Case]:
     """Return all cases; small: few and tiny ones, for the interpreter."""
     if small:
-        return [Case(2, length, *kind, heads=9) for kind in KINDS[::2] for length in (1, 3)]
+        return [Case(2, length, *kind, heads=9) for kind in KINDS[::2] for length in (1, 3)] + [
+            Case(3, 0, ratio, index, heads=1, dim=128, chunks=300) for ratio, index, _ in KINDS[::2]
+        ]
     return [
         *(Case(64, length, *kind) for kind in KINDS for length in (1, 4)),
         *(Case(count, 1, 4, "fp8_index", heads=heads) for count in (1, 3, 17, 128) for heads in (1, 16, 64, 128)),
@@ -57,6 +61,8 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(20, 1, ratio, "bf16" if ratio == 4 else "", fmt="bf16") for ratio in (0, 4, 128)),
         *(Case(20, 1, ratio, "fp32" if ratio == 4 else "", fmt="fp32") for ratio in (0, 4, 128)),
         *(Case(20, 2, *kind, dtype=torch.float32) for kind in KINDS),
+        *(Case(seed, 0, *kind, chunks=8192 - seed) for kind in KINDS for seed in range(2)),
+        *(Case(0, 0, *kind, chunks=700, dtype=torch.float32) for kind in KINDS),
     ]
 
 
@@ -65,14 +71,26 @@ def fault_of(case: Case, device: str) -> str:
     cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
     edges = (0, 1, 3, 4, 7, 8, 126, 127, 128, 131, 255, 256, 259, 511, 8191, 131071)
     spans = []
-    for i in range(case.count):
+    for i in range(0 if case.chunks else case.count):
         start = edges[i] if i < len(edges) else (7919 * i + 3) % 131072
         # A sequence that is about to complete both kinds of entry, wherever the list of edges ends.
         spans.append((131071 - 128 * i if case.count < 4 else start, 1 + i % case.length if i else case.length))
+    if case.chunks:
+        spans = cases.random_spans(case.count, tokens=case.chunks)
     batch = cases.decode_batch(spans, block_tokens=BLOCK_TOKENS, padding=2, empty=1, device=device)
     layer = cases.make_layer(
         batch, ratio=case.ratio, fmt=case.fmt, index=case.index, dim=case.dim, heads=case.heads,
         block_tokens=BLOCK_TOKENS, hadamard=case.hadamard, dtype=case.dtype,
+    )  # fmt: skip
+    return str(cases.check(layer))
+
+
+def long_fault(ratio: int, index: str, device: str, *, start: int, length: int, size: int = 512) -> str:
+    """Return what is wrong with one chunk, "" if nothing."""
+    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    batch = cases.decode_batch([(start, length)], block_tokens=BLOCK_TOKENS, device=device)
+    layer = cases.make_layer(
+        batch, ratio=ratio, index=index, dim=size, heads=size // 32, block_tokens=BLOCK_TOKENS, dtype=torch.bfloat16
     )  # fmt: skip
     return str(cases.check(layer))
 
@@ -118,6 +136,8 @@ def lost_faults(device: str, *, dim: int = 512) -> dict[str, str]:
     }
 
 
+LONG = ((0, 8192), (1_000_003, 4096), (8190, 4097))  # first position, tokens
+ALONE = ((8190, 1030), (1_000_003, 700), (0, 129), (77, 1))
 READY = (("fp8_index", False), ("fp8_index", True), ("fp4_index", True), ("fp4_index", False))
 STORED = (("packed", 512), ("packed", 128), ("fp8_index", 128), ("fp4_index", 128), ("bf16", 128), ("fp32", 64))
 
@@ -151,6 +171,20 @@ def main() -> int:
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write without a place: {name}", flush=True)
     cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    kinds = [(ratio, index) for ratio, index, turned in KINDS if not turned]
+    for ratio, index in kinds:
+        size = {"dim": 128} if args.small else {"dim": 512, "heads": 16}
+        spans = [(126, 9), (0, 3)] if args.small else list(ALONE)
+        fault = cases.alone_fault(
+            spans, ratio=ratio, index=index, device=args.device, block_tokens=BLOCK_TOKENS, **size
+        )
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} cache_write alone, ratio {ratio} {index}", flush=True)
+    long = [] if args.small else [(*kind, *where) for kind in kinds for where in LONG]
+    for ratio, index, start, length in long:
+        fault = long_fault(ratio, index, args.device, start=start, length=length)
+        faults += bool(fault)
+        print(f"{fault or 'ok':<6} cache_write {length} tokens from {start}, ratio {ratio} {index}", flush=True)
     for index, turned in READY:
         fault = cases.queries_fault(index, turned, count=2 if args.small else 20, device=args.device)
         faults += bool(fault)
@@ -160,12 +194,13 @@ def main() -> int:
         fault = fault_of(case, args.device)
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write {case}", flush=True)
-    replayed = [] if INTERPRETED else [(ratio, index) for ratio, index, turned in KINDS if not turned]
+    replayed = [] if INTERPRETED else kinds
     for ratio, index in replayed:
         fault = replay_fault(ratio, index, args.device)
         faults += bool(fault)
         print(f"{fault or 'ok':<6} cache_write replayed, ratio {ratio} {index}", flush=True)
-    print(f"{len(found) + len(STORED) + len(losses) + len(READY) + len(replayed)} cases, {faults} failed")
+    total = sum(map(len, (found, kinds, long, STORED, losses, READY, replayed)))
+    print(f"{total} cases, {faults} failed")
     return 1 if faults else 0
 
 

@@ -40,6 +40,19 @@ def test_the_indexers_queries_are_those_of_a_launch_of_their_own(index, hadamard
     assert module.queries_fault(index, hadamard, device="cuda") == ""
 
 
+@pytest.mark.parametrize(("ratio", "index"), [(r, i) for r, i, turned in cases.KINDS if not turned])
+def test_a_sequence_writes_the_same_bytes_alone(ratio, index):
+    module = cases._module("cache_write_cases", cases.TESTS / "kernels/cache_write_cases.py")
+    size = {"dim": 512, "heads": 16, "block_tokens": cases.BLOCK_TOKENS}
+    assert module.alone_fault(list(cases.ALONE), ratio=ratio, index=index, device="cuda", **size) == ""
+
+
+@pytest.mark.parametrize(("start", "length"), cases.LONG)
+@pytest.mark.parametrize(("ratio", "index"), [(r, i) for r, i, turned in cases.KINDS if not turned])
+def test_a_long_chunk_equals_the_reference(ratio, index, start, length):
+    assert cases.long_fault(ratio, index, "cuda", start=start, length=length) == ""
+
+
 def test_what_has_no_place_makes_its_row_nan_and_touches_nothing_else():
     faults = cases.lost_faults("cuda")
     assert {name: fault for name, fault in faults.items() if fault} == {}
