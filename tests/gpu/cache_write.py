@@ -1,21 +1,22 @@
 """cache_write at the model's sizes, compiled, against its torch reference on the same device.
 
-    PYTHONPATH=. python tests/gpu/cache_write.py        from the repository's root; exit code 1 if a case fails
+    python -m tests.gpu.cache_write [--device cpu --small] [--jobs N]
 
-Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
+Also without pytest. TRITON_INTERPRET=1 with --device cpu --small tries the machinery out. Prints a row for each case
+and returns 1 if one failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib.util
+import functools
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
+from tests.gpu.runner import Job, load, main
+
 BLOCK_TOKENS = 256
 KINDS = (
     (0, "", False), (4, "fp8_index", False), (4, "fp8_index", True), (4, "fp4_index", True), (4, "fp4_index", False),
@@ -68,7 +69,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
 
 def fault_of(case: Case, device: str) -> str:
     """Return what is wrong, "" if nothing. Positions run from 0 to 128k; two tokens and a sequence are padding."""
-    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    cases = load("cache_write_cases")
     edges = (0, 1, 3, 4, 7, 8, 126, 127, 128, 131, 255, 256, 259, 511, 8191, 131071)
     spans = []
     for i in range(0 if case.chunks else case.count):
@@ -87,7 +88,7 @@ def fault_of(case: Case, device: str) -> str:
 
 def long_fault(ratio: int, index: str, device: str, *, start: int, length: int, size: int = 512) -> str:
     """Return what is wrong with one chunk, "" if nothing."""
-    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    cases = load("cache_write_cases")
     batch = cases.decode_batch([(start, length)], block_tokens=BLOCK_TOKENS, device=device)
     layer = cases.make_layer(
         batch, ratio=ratio, index=index, dim=size, heads=size // 32, block_tokens=BLOCK_TOKENS, dtype=torch.bfloat16
@@ -97,7 +98,7 @@ def long_fault(ratio: int, index: str, device: str, *, start: int, length: int, 
 
 def replay_fault(ratio: int, index: str, device: str) -> str:
     """Return what is wrong after a CUDA graph was captured on one step and replayed on another, "" if nothing."""
-    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    cases = load("cache_write_cases")
     layers = []
     for shift in (0, 3):
         spans = [(127 + 129 * i + shift, 1) for i in range(16)]
@@ -114,7 +115,7 @@ def stored_bytes_fault(fmt: str, width: int, device: str) -> str:
     """Return how bytes stored on `device` differ from those of Rows.write on the CPU, "" if in nothing."""
     from kernels.row_store import store_rows
 
-    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+    cases = load("cache_write_cases")
     x = cases.hard_rows(width)
     place = torch.randperm(40, generator=torch.Generator().manual_seed(2))[: len(x)].int()
     got = cases.make_rows(fmt, width, units=8, rows=5, device=device)
@@ -125,15 +126,23 @@ def stored_bytes_fault(fmt: str, width: int, device: str) -> str:
     return f"{apart} bytes differ" if apart else ""
 
 
-def lost_faults(device: str, *, dim: int = 512) -> dict[str, str]:
-    """Return, by case, what is wrong where a row or an entry has no place, "" if nothing."""
-    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
-    return {
-        f"{lost}, ratio {ratio}, {length} tokens": cases.lost_fault(lost, ratio, length, device=device, dim=dim)
-        for lost in cases.LOST
-        for ratio in (4, 128)
-        for length in (1, 2)
-    }
+def lost_fault(lost: str, ratio: int, length: int, device: str, *, dim: int = 512) -> str:
+    """Return what is wrong where a row or an entry has no place, "" if nothing."""
+    return str(load("cache_write_cases").lost_fault(lost, ratio, length, device=device, dim=dim))
+
+
+def alone_fault(ratio: int, index: str, device: str, *, small: bool = False) -> str:
+    """Return which bytes of a sequence depend on the others of a step, "" if none."""
+    spans, size = list(ALONE), {"dim": 512, "heads": 16}
+    if small:
+        spans, size = [(126, 9), (0, 3)], {}
+    cases = load("cache_write_cases")
+    return str(cases.alone_fault(spans, ratio=ratio, index=index, device=device, block_tokens=BLOCK_TOKENS, **size))
+
+
+def ready_fault(index: str, hadamard: bool, device: str, *, count: int = 20) -> str:
+    """Return how the indexer's queries differ from those of other launches, "" if not."""
+    return str(load("cache_write_cases").queries_fault(index, hadamard, count=count, device=device))
 
 
 LONG = ((0, 8192), (1_000_003, 4096), (8190, 4097))  # first position, tokens
@@ -142,67 +151,36 @@ READY = (("fp8_index", False), ("fp8_index", True), ("fp4_index", True), ("fp4_i
 STORED = (("packed", 512), ("packed", 128), ("fp8_index", 128), ("fp4_index", 128), ("bf16", 128), ("fp32", 64))
 
 
-def _module(name: str, path: Path):
-    """Import a file of the tests, which are no package, under a name of its own."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def main() -> int:
-    """Run all cases and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    from kernels.triton_env import INTERPRETED
-
-    if INTERPRETED:
-        _module("interp", TESTS / "kernels/interp.py").repair()
-    faults = 0
-    for fmt, width in STORED:
-        fault = stored_bytes_fault(fmt, width, args.device)
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} store_rows {fmt} {width}", flush=True)
-    losses = lost_faults(args.device, dim=128 if args.small else 512)
-    for name, fault in losses.items():
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} cache_write without a place: {name}", flush=True)
-    cases = _module("cache_write_cases", TESTS / "kernels/cache_write_cases.py")
+def jobs_of(device: str, *, small: bool = False) -> list[Job]:
+    """Return all cases by name."""
     kinds = [(ratio, index) for ratio, index, turned in KINDS if not turned]
+    found: list[Job] = []
+
+    def add(name: str, fault: Callable[..., str], *given: object, **options: object) -> None:
+        found.append((name, functools.partial(fault, *given, device=device, **options)))
+
+    # The longest to compile and to run come first.
+    for case in sorted(cases_of(small=small), key=lambda case: -case.chunks):
+        add(str(case), fault_of, case)
     for ratio, index in kinds:
-        size = {"dim": 128} if args.small else {"dim": 512, "heads": 16}
-        spans = [(126, 9), (0, 3)] if args.small else list(ALONE)
-        fault = cases.alone_fault(
-            spans, ratio=ratio, index=index, device=args.device, block_tokens=BLOCK_TOKENS, **size
-        )
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} cache_write alone, ratio {ratio} {index}", flush=True)
-    long = [] if args.small else [(*kind, *where) for kind in kinds for where in LONG]
-    for ratio, index, start, length in long:
-        fault = long_fault(ratio, index, args.device, start=start, length=length)
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} cache_write {length} tokens from {start}, ratio {ratio} {index}", flush=True)
+        add(f"alone, ratio {ratio} {index}", alone_fault, ratio, index, small=small)
+        if not small:
+            for start, length in LONG:
+                name = f"{length} tokens from {start}, ratio {ratio} {index}"
+                add(name, long_fault, ratio, index, start=start, length=length)
+            add(f"replayed, ratio {ratio} {index}", replay_fault, ratio, index)
     for index, turned in READY:
-        fault = cases.queries_fault(index, turned, count=2 if args.small else 20, device=args.device)
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} cache_write the indexer's queries {index} {turned}", flush=True)
-    found = cases_of(small=args.small)
-    for case in found:
-        fault = fault_of(case, args.device)
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} cache_write {case}", flush=True)
-    replayed = [] if INTERPRETED else kinds
-    for ratio, index in replayed:
-        fault = replay_fault(ratio, index, args.device)
-        faults += bool(fault)
-        print(f"{fault or 'ok':<6} cache_write replayed, ratio {ratio} {index}", flush=True)
-    total = sum(map(len, (found, kinds, long, STORED, losses, READY, replayed)))
-    print(f"{total} cases, {faults} failed")
-    return 1 if faults else 0
+        name = f"the indexer's queries {index}{' hadamard' * turned}"
+        add(name, ready_fault, index, turned, count=2 if small else 20)
+    for fmt, width in STORED:
+        add(f"rows stored {fmt} {width}", stored_bytes_fault, fmt, width)
+    for lost in load("cache_write_cases").LOST:
+        for ratio in (4, 128):
+            for length in (1, 2, 9):
+                name = f"without a place: {lost}, ratio {ratio}, {length} tokens"
+                add(name, lost_fault, lost, ratio, length, dim=128 if small else 512)
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__ or "", "cache_write", jobs_of))
