@@ -41,8 +41,6 @@ def benches() -> list[Bench]:
         _bench(64, 4, heads=16, index="fp4_index"),
         _bench(64, 4, heads=64),
         *(_bench(1, ratio, heads=16, length=4096, group="prefill") for ratio in (4, 128, 0)),
-        _bench(1, 4, heads=16, index="fp4_index", length=4096, group="prefill"),
-        _bench(16, 4, heads=16, length=256, group="prefill"),
     ]
 
 

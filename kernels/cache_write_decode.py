@@ -92,8 +92,8 @@ def commit_window(batch: DecodeBatch, staging: Rows, window: Rows) -> None:
     row_bytes, scale_bytes = value_bytes(window.format, window.width), scale_row_bytes(window.format, window.width)
     commit_window_kernel[(min(window.rows, batch.max_query_len), batch.slots.shape[0])](
         batch.starts, batch.query_start, batch.slots, window.num_units, *row_args(staging), *row_args(window),
-        window.rows, row_bytes, scale_bytes, triton.next_power_of_2(row_bytes // 4), pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        window.rows, row_bytes, scale_bytes, triton.next_power_of_2(row_bytes // 4), pdl,
+        num_warps=4, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def benches() -> list[Bench]:
         *(_spread(n, hidden=HIDDEN, top_k=TOP_K) for n in (1, 64)),
         *(_first(n) for n in (1, 64)),
         *(_chain(n, mixes=mixes) for n in (1, 16, 64) for mixes in (False, True)),
-        *(_both(4096, top_k=top_k, group="prefill") for top_k in (0, TOP_K)),
+        _both(4096, group="prefill"),
     ]
 
 
