@@ -1,7 +1,7 @@
-"""Benches and samples of cache_write: one layer's writes of a decode step over packed rows, on random data.
+"""Benches and samples of cache_write: one layer's writes of a step over packed rows, on random data.
 
-A step writes little and waits much: its time is a chain of loads (which slot, which state, which block), so what counts
-is how many programs share it, not bytes.
+A decode step writes little and waits much: its time is a chain of loads (which slot, which state, which block), so what
+counts is how many programs share it, not bytes. Chunks of prompts are bytes alone.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def benches() -> list[Bench]:
         *(_bench(n, ratio, phase="all complete", heads=16) for ratio in (4, 128) for n in counts),
         _bench(64, 4, heads=16, index="fp4_index"),
         _bench(64, 4, heads=64),
+        *(_bench(1, ratio, heads=16, length=4096, group="prefill") for ratio in (4, 128, 0)),
     ]
 
 
@@ -50,6 +51,7 @@ def samples() -> list[Bench]:
         for ratio, index in ((0, ""), (4, "fp8_index"), (4, "fp4_index"), (128, ""))
         for length in (1, 5)
     ]
+    paths += [_bench(1, 4, heads=9, length=13, padding=1), _bench(1, 128, heads=0, length=260)]
     return [*paths, *(_store_sample(fmt, width) for fmt, width in _STORED)]
 
 
@@ -58,7 +60,7 @@ _STORED = (("packed", 512), ("fp8_index", 128), ("fp4_index", 128), ("bf16", 512
 
 def _bench(
     count: int, ratio: int, *, heads: int, phase: str = "mixed", chain: str | None = None, index: str = "fp8_index",
-    length: int = 1, padding: int = 0,
+    length: int = 1, padding: int = 0, group: str = "attention",
 ) -> Bench:  # fmt: skip
     kind = {0: "window", 4: "CSA", 128: "HCA"}[ratio]
     keys = index if ratio == 4 else ""
@@ -67,21 +69,23 @@ def _bench(
     def make(device: torch.device, i: int) -> Launch:
         return step(device, i, positions, ratio=ratio, heads=heads, keys=keys, length=length, padding=padding)
 
-    shape = [f"B={count}", kind, f"heads={heads}", *((keys,) if keys else ()), *((phase,) if ratio else ())]
+    shape = [f"B={count}", kind, f"heads={heads}", *((keys,) if keys else ())]
     if length > 1:
         shape.append(f"{length} tokens each")
+    elif ratio:
+        shape.append(phase)
     return Bench(
-        group="attention",
+        group=group,
         op="cache_write",
         shape=" ".join(shape),
         make=make,
-        bytes=sum(length * _bytes(p, ratio, heads, keys) for p in positions),
+        bytes=sum(_bytes(p + j, ratio, heads, keys, is_first=j == 0) for p in positions for j in range(length)),
         chain=chain,
     )
 
 
-def _bytes(position: int, ratio: int, heads: int, keys: str) -> int:
-    """Return what one token moves: inputs and state once each; weights are shared by all and left out."""
+def _bytes(position: int, ratio: int, heads: int, keys: str, *, is_first: bool) -> int:
+    """Return what one token moves: inputs once, state once a step; weights are shared by all and left out."""
     total = 2 * DIM + value_bytes("packed", DIM) + scale_row_bytes("packed", DIM) + heads * 2 * 2 * DIM
     if keys:  # the indexer's queries and weights, as they come and made ready
         total += INDEX_HEADS * (INDEX_DIM * (2 + (1 if keys == "fp8_index" else 2)) + 4 + 4)
@@ -91,9 +95,9 @@ def _bytes(position: int, ratio: int, heads: int, keys: str) -> int:
         row = 4 * (2 * width if ratio == 4 else width)  # bytes of K, and of G
         completes = (position + 1) % ratio == 0
         total += 2 * row
-        if ratio == 4:
+        if is_first and ratio == 4:
             total += 2 * row + completes * 7 * row  # 7 older rows, half of K and of G each
-        else:
+        elif is_first:
             total += 3 * row * (1 if completes else 2)
         total += completes * (value_bytes(fmt, width) + scale_row_bytes(fmt, width))
     return total
@@ -120,9 +124,11 @@ def step(
 
     count = len(positions)
     tokens = count * length + padding
-    columns = max(positions) // BLOCK_TOKENS + 2
-    # Each sequence has the one block it writes to, wherever its table points.
-    table = torch.randperm(count, generator=draw, device=device).to(torch.int32)[:, None].expand(count, columns)
+    columns = (max(positions) + length) // BLOCK_TOKENS + 2
+    # Each sequence has the blocks it writes to, and no others, wherever its table points.
+    each = 1 if length == 1 else -(-length // BLOCK_TOKENS) + 1
+    blocks = torch.randperm(count * each, generator=draw, device=device).to(torch.int32).view(count, each)
+    table = blocks[:, torch.arange(columns, device=device) % each]
     batch = DecodeBatch(
         positions=ints([p + j for p in positions for j in range(length)] + [-1] * padding),
         sequence=ints([b for b in range(count) for _ in range(length)] + [-1] * padding),
@@ -144,7 +150,7 @@ def step(
             bias=normal(ratio, double),
             norm=normal(width),
             state=state,
-            pool=rows(fmt, width, count, BLOCK_TOKENS // ratio),
+            pool=rows(fmt, width, count * each, BLOCK_TOKENS // ratio),
             hadamard=fmt == "fp4_index",
         )
 

@@ -1,4 +1,4 @@
-"""What a decode step stores in one layer's cache, its queries, and those of the indexer, in one launch.
+"""What a step stores in one layer's cache, its queries, and those of the indexer, in one launch.
 
     q   = rope(rms(q))                                  each head by itself, no weight; bfloat16, may be in place
     kv  = rope(rms(kv) * w), rounded to the window's format, into the ring at position mod W, or into a staging row
@@ -8,7 +8,8 @@
 
 A window row may go straight into the ring only with one token a sequence: it overwrites the row that has just left the
 window. With more it goes to `staging` (unit = token), which attention reads, and `commit_window` moves it to the ring
-afterwards. The kernels are in cache_write_triton.py.
+afterwards. A step has any number of tokens of any number of sequences, each beginning anywhere; what of it is launched
+does not depend on how many tokens a sequence has, once it has several. The kernels are in cache_write_triton.py.
 
 A token of sequence -1 is padding: it writes no cache and its queries are 0. The kernels can't raise as the references
 do: a slot that doesn't exist, or an entry whose block the table or the pool lacks, is not stored, and the token's row
@@ -25,22 +26,20 @@ import triton
 from torch import Tensor
 
 from kernels.cache_write import write_entries_reference, write_window_reference
-from kernels.cache_write_triton import cache_write_kernel, commit_window_kernel, constants_of
+from kernels.cache_write_triton import cache_write_kernel, constants_of
+from kernels.commit_window_triton import commit_window_kernel
 from kernels.compress import CSA_RATIO, HCA_RATIO, compress_csa_reference, compress_hca_reference
 from kernels.indexer_decode import IndexQuery, check_queries, index_query_reference
 from kernels.norm_rope import rms_norm_reference, rope_reference
 from kernels.quant import hadamard
 from kernels.ragged import DecodeBatch, RaggedBatch
-from kernels.row_store import (
-    row_args,
-    scale_row_bytes,
-    value_bytes,
-)
+from kernels.row_store import row_args, scale_row_bytes, value_bytes
 from kernels.rows import Rows
 from kernels.tiles import Tile, tile_for
 from kernels.triton_env import HAS_PDL, arch_of, uses_triton
 
 HADAMARD_CHANNELS = 128
+ONE_TOKEN, SEVERAL_TOKENS = "cache_write", "cache_write_several"  # a sequence; tables of tiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def staging_rows(num_tokens: int, like: Rows) -> Rows:
 
 
 def commit_window(batch: DecodeBatch, staging: Rows, window: Rows) -> None:
-    """Move the step's rows from `staging` (unit = token) to the rings. At most W tokens a sequence, as always."""
+    """Move the last W of each sequence's rows from `staging` (unit = token) to the rings."""
     if staging.num_units < batch.num_tokens or (staging.format, staging.width) != (window.format, window.width):
         raise ValueError(
             f"staging of {staging.num_units} {staging.format} rows of {staging.width} channels: wanted "
@@ -91,10 +90,10 @@ def commit_window(batch: DecodeBatch, staging: Rows, window: Rows) -> None:
         return
     pdl = HAS_PDL(batch.positions.device)
     row_bytes, scale_bytes = value_bytes(window.format, window.width), scale_row_bytes(window.format, window.width)
-    commit_window_kernel[(batch.num_tokens,)](
-        batch.positions, batch.sequence, batch.slots, window.num_units, *row_args(staging), *row_args(window),
-        window.rows, row_bytes, scale_bytes, triton.next_power_of_2(row_bytes // 4), pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+    commit_window_kernel[(min(window.rows, batch.max_query_len), batch.slots.shape[0])](
+        batch.starts, batch.query_start, batch.slots, window.num_units, *row_args(staging), *row_args(window),
+        window.rows, row_bytes, scale_bytes, triton.next_power_of_2(row_bytes // 4), pdl,
+        num_warps=4, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -197,20 +196,25 @@ def cache_write(
         q_out = torch.empty_like(q, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
     index_heads = 0 if index_q is None else index_q.shape[1]
     ready = None if index is None or index_q is None else IndexQuery.empty(index_q, index.pool.format)
-    tile = tile or tile_for("cache_write", arch_of(kv.device), heads=heads, tokens=tokens)
+    single = batch.max_query_len == 1
+    op = ONE_TOKEN if single else SEVERAL_TOKENS
+    tile = tile or tile_for(op, arch_of(kv.device), heads=heads, tokens=tokens)
     pdl = HAS_PDL(kv.device)
     constants = constants_of(
         window.format, dim, 2 * rotation.shape[1], ratio, tile, rows=window.rows,
         pool_rows=0 if main is None else main.pool.rows, index=None if index is None else index.pool,
         hadamard=index is not None and index.hadamard, staged=staging is not None,
-        index_heads=index_heads, queries=q is not None, single=batch.max_query_len == 1, pdl=pdl,
+        index_heads=index_heads, queries=q is not None, single=single, pdl=pdl,
     )  # fmt: skip
     blocks = -(-heads // tile.constants["BLOCK_H"])
     poolings = [pooling for pooling in (main, index) if pooling is not None]
-    parts = 1 + len(poolings) + -(-index_heads // constants["INDEX_BLOCK"]) + blocks
-    cache_write_kernel[(parts, tokens)](
-        batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots, batch.block_table,
-        batch.block_table.shape[1], min((p.pool.num_units for p in poolings), default=0),
+    parts = 1 + -(-index_heads // constants["INDEX_BLOCK"]) + blocks
+    grid = (len(poolings) + parts, tokens)
+    if not single:
+        grid = (len(poolings) * -(-tokens // constants["TOKENS"]) + parts * tokens, 1)
+    cache_write_kernel[grid](
+        None if single else tokens, batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots,
+        batch.block_table, batch.block_table.shape[1], min((p.pool.num_units for p in poolings), default=0),
         min([window.num_units, *(p.state.num_units for p in poolings)]), eps,
         q, 0 if q is None else q.stride(0), q_out, 0 if q_out is None else q_out.stride(0), heads,
         kv, kv.stride(0), kv_norm, torch.view_as_real(rotation), *row_args(window if staging is None else staging),
@@ -219,7 +223,8 @@ def cache_write(
         index_q, 0 if index_q is None else index_q.stride(0), index_weight,
         0 if index_weight is None else index_weight.stride(0), index_scale,
         None if ready is None else ready.words, None if ready is None else ready.weight,
-        **constants, num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}),
+        **constants, num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.constants["REGISTERS"] or None,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return Written(q_out, ready)
 

@@ -68,6 +68,7 @@ def benches() -> list[Bench]:
         *(_spread(n, hidden=HIDDEN, top_k=TOP_K) for n in (1, 64)),
         *(_first(n) for n in (1, 64)),
         *(_chain(n, mixes=mixes) for n in (1, 16, 64) for mixes in (False, True)),
+        _both(4096, group="prefill"),
     ]
 
 
@@ -95,6 +96,7 @@ def _both(
     dtype: torch.dtype = torch.bfloat16,
     top_k: int = 0,
     sums: bool = False,
+    group: str = "linear",
 ) -> Bench:
     def make(device: torch.device, i: int) -> Launch:
         return draw_inputs(
@@ -103,7 +105,7 @@ def _both(
 
     shape = [f"B={tokens}", *(["head"] if head else []), *([f"{n} x {hidden} {dtype}"] if hidden != HIDDEN else [])]
     shape += ["experts" + " summed before" * sums] if top_k else []
-    is_chained = not head and not top_k and hidden == HIDDEN
+    is_chained = not head and not top_k and hidden == HIDDEN and group == "linear"
     return _bench(
         " ".join(shape),
         tokens,
@@ -113,6 +115,7 @@ def _both(
         head=head,
         top_k=top_k,
         chain=f"hyper B={tokens}" if is_chained else None,
+        group=group,
     )
 
 
@@ -191,10 +194,11 @@ def _bench(
     streams: int | None = None,
     top_k: int = 0,
     chain: str | None = None,
+    group: str = "linear",
 ) -> Bench:
     rows = n if head else (2 + n) * n
     return Bench(
-        group="linear",
+        group=group,
         op="hyper_connection",
         shape=shape,
         make=make,

@@ -188,9 +188,14 @@ def _chunk(
     return Tile(constants, num_warps=warps, upto=upto)
 
 
-def _write(heads: int, index_heads: int, *, warps: int = 4, **upto: int) -> Tile:
-    """A tile of cache_write: heads of a program that turns queries, and of one that makes the indexer's ready."""
-    return Tile({"BLOCK_H": heads, "INDEX_H": index_heads}, num_warps=warps, upto=upto)
+def _write(heads: int, index_heads: int, *, at_once: int = 0, registers: int = 0, warps: int = 4, **upto: int) -> Tile:
+    """A tile of cache_write: heads of a program that turns queries, and of one that makes the indexer's ready.
+
+    With several tokens a sequence: at_once: tokens, of those that a program pools at ratio 128.   registers: limit a
+    thread, or 0.
+    """
+    constants = {"BLOCK_H": heads, "INDEX_H": index_heads, "AT_ONCE": at_once, "REGISTERS": registers}
+    return Tile(constants, num_warps=warps, upto=upto)
 
 
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
@@ -359,6 +364,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_120": (_write(4, 8, tokens=16), _write(16, 16)),
         "sm_90": (_write(4, 8, tokens=16), _write(16, 16)),
     },
+    # With several tokens a sequence.
+    "cache_write_several": {"sm_120": (_write(16, 32, at_once=4),), "sm_90": (_write(16, 32, at_once=4),)},
 }
 
 

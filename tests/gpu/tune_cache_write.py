@@ -19,7 +19,7 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     warm_clocks(device)
     cuts = itertools.product((4, 8, 16), (4, 8, 16), (4, 8))
-    tiles = [Tile({"BLOCK_H": h, "INDEX_H": i}, num_warps=w) for h, i, w in cuts]
+    tiles = [Tile({"BLOCK_H": h, "INDEX_H": i, "AT_ONCE": 0, "REGISTERS": 0}, num_warps=w) for h, i, w in cuts]
     names = [f"H{t.constants['BLOCK_H']} I{t.constants['INDEX_H']} {t.num_warps}w" for t in tiles]
     print(f"{'us, graph replay':<34}" + "".join(f"{name:>11}" for name in names))
     shapes = [(4, n, "mixed", h) for n in (1, 16, 64) for h in (16, 64)]

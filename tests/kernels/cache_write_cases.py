@@ -5,6 +5,7 @@ elsewhere; block tables lead only to blocks that the step may touch; padding tok
 """
 
 import dataclasses
+import random
 
 import torch
 
@@ -59,7 +60,8 @@ def decode_batch(spans, *, block_tokens, padding=0, empty=0, device="cpu", seed=
     """
     draw = torch.Generator().manual_seed(seed)
     total = sum(n for _, n in spans)
-    free = torch.randperm(3 * len(spans), generator=draw).tolist()
+    needed = sum((start + n - 1) // block_tokens - start // block_tokens + 1 for start, n in spans)
+    free = torch.randperm(max(3 * len(spans), needed), generator=draw).tolist()
     columns = max(columns, max((start + n - 1) // block_tokens for start, n in spans) + 2)
     table = torch.full((len(spans) + empty, columns), -1)
     for index, (start, n) in enumerate(spans):
@@ -80,6 +82,18 @@ def decode_batch(spans, *, block_tokens, padding=0, empty=0, device="cpu", seed=
         num_tokens=total + padding,
         max_query_len=max(n for _, n in spans),
     )
+
+
+def random_spans(seed, *, tokens):
+    """Return (first position, tokens) of sequences of 1 to 700 tokens, `tokens` in all, that begin anywhere."""
+    draw = random.Random(seed)
+    spans = []
+    while tokens:
+        count = min(tokens, draw.choice((1, 2, 3, 5, 8, 127, 128, 129, draw.randint(1, 700))))
+        start = draw.choice((0, 0, draw.randint(0, 300), draw.randint(0, 131072)))
+        spans.append((start, count))
+        tokens -= count
+    return spans
 
 
 @dataclasses.dataclass
@@ -136,7 +150,7 @@ def make_layer(
                     pool=make_rows(
                         form,
                         width,
-                        units=3 * batch.slots.shape[0],
+                        units=max(3 * batch.slots.shape[0], int(batch.block_table.max()) + 1),
                         rows=block_tokens // ratio,
                         device=device,
                         fill=fill,
@@ -283,14 +297,19 @@ def _join(found):
 
 
 def _commit_by_hand(batch, staging, window):
-    for token, sequence in enumerate(batch.sequence.tolist()):
-        if sequence >= 0:
-            slot, row = int(batch.slots[sequence]), int(batch.positions[token]) % WINDOW
-            for source, target in (
-                (staging.values, window.values), (staging.rope, window.rope), (staging.scales, window.scales)
-            ):  # fmt: skip
-                if source is not None:
-                    target.view(torch.uint8)[slot, row] = source.view(torch.uint8)[token, 0]
+    slots, positions = batch.slots.tolist(), batch.positions.tolist()
+    last = {
+        (slots[sequence], positions[token] % WINDOW): token
+        for token, sequence in enumerate(batch.sequence.tolist())
+        if sequence >= 0
+    }
+    slot, row = torch.tensor(list(last), device=batch.device).T
+    token = torch.tensor(list(last.values()), device=batch.device)
+    for source, target in (
+        (staging.values, window.values), (staging.rope, window.rope), (staging.scales, window.scales)
+    ):  # fmt: skip
+        if source is not None:
+            target.view(torch.uint8)[slot, row] = source.view(torch.uint8)[token, 0]
 
 
 def queries_fault(index, hadamard, *, count=20, heads=64, device="cpu"):
@@ -317,6 +336,51 @@ def queries_fault(index, hadamard, *, count=20, heads=64, device="cpu"):
     first = cache_write(one, **given, **small.mine).index
     apart = _bits_apart(IndexQuery(index, got.values[:1], got.weight[:1]), first)
     return f"{apart:.2%} depend on the other tokens" if apart else ""
+
+
+def alone_fault(spans, *, ratio, index="", device="cpu", dim=128, heads=2, block_tokens=128):
+    """Return which bytes of the first of several sequences depend on the others, "" if none."""
+    hadamard = index == "fp4_index"
+    size = {"dim": dim, "heads": heads, "block_tokens": block_tokens, "hadamard": hadamard}
+    batch = decode_batch(spans, block_tokens=block_tokens, padding=1, device=device)
+    layer = make_layer(batch, ratio=ratio, index=index, **size)
+    tokens = spans[0][1]
+    alone = DecodeBatch(
+        *(x[:tokens].clone() for x in (batch.positions, batch.sequence)), batch.starts[:1].clone(),
+        batch.query_start[:2].clone(), batch.slots[:1].clone(), batch.block_table[:1].clone(), num_tokens=tokens,
+        max_query_len=tokens,
+    )  # fmt: skip
+    small, written = make_layer(batch, ratio=ratio, index=index, **size), []
+    per_token = ("kv", "rotation", "entry_rotation", "q", "index_q", "index_weight")
+    small.given |= {name: small.given[name][:tokens] for name in per_token if name in small.given}
+    for name in ("main", "index"):
+        if name in small.mine:
+            part = small.mine[name]
+            small.mine[name] = dataclasses.replace(part, projected=part.projected[:tokens])
+    for used, one in ((batch, layer), (alone, small)):
+        staging = staging_rows(used.num_tokens, one.mine["window"])
+        out = cache_write(used, **one.given, **one.mine, staging=staging)
+        commit_window(used, staging, one.mine["window"])
+        found = {"queries": out.q[:tokens].contiguous().view(torch.uint8), "staging": staging}
+        if out.index is not None:
+            found["the indexer's queries"] = out.index.values[:tokens].contiguous().view(torch.uint8)
+            found["their weights"] = out.index.weight[:tokens].contiguous().view(torch.uint8)
+        unit = {"window": int(batch.slots[0]), "staging": slice(0, tokens)}
+        own = {int(b) for b in batch.block_table[0] if b >= 0}
+        pools = {"staging": staging, "window": one.mine["window"]}
+        for name in ("main", "index"):
+            if name in one.mine:
+                pools |= {name: one.mine[name].pool, f"{name} state": one.mine[name].state}
+                unit |= {name: sorted(own), f"{name} state": int(batch.slots[0])}
+        found |= {name: _bytes_of(rows, unit[name]) for name, rows in pools.items()}
+        written.append(found)
+    first, second = written
+    return ", ".join(name for name, x in first.items() if not torch.equal(x, second[name]))
+
+
+def _bytes_of(rows, units):
+    parts = (t for t in (rows.values, rows.rope, rows.scales) if t is not None)
+    return torch.cat([t.view(torch.uint8)[units].flatten() for t in parts])
 
 
 def _bits_apart(a, b):

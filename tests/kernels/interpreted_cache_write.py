@@ -53,9 +53,29 @@ def test_inputs_may_be_bfloat16():
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_several_tokens_a_sequence_equal_the_reference(ratio):
-    spans = [(0, 5), (2, 9), (124, 6), (5, 1), (253, 4)]
+    spans = [(0, 5), (2, 15), (124, 6), (5, 1), (253, 4)]
     batch = cases.decode_batch(spans, block_tokens=128, padding=2, empty=1)
     assert cases.check(cases.make_layer(batch, ratio=ratio, index="fp8_index" if ratio == 4 else "")) == ""
+
+
+def test_entries_of_128_that_earlier_steps_began_that_lie_in_the_step_and_that_it_leaves_unfinished():
+    batch = cases.decode_batch([(126, 133)], block_tokens=128, padding=1)
+    assert cases.check(cases.make_layer(batch, ratio=128, heads=1)) == ""
+
+
+@pytest.mark.parametrize(("ratio", "index"), [(4, "fp4_index"), (128, "")])
+def test_a_sequence_writes_the_same_bytes_alone(ratio, index):
+    assert cases.alone_fault([(6, 9), (121, 20), (0, 3)], ratio=ratio, index=index) == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_mixture_of_chunks_equals_the_reference(ratio, seed):
+    batch = cases.decode_batch(cases.random_spans(seed, tokens=300), block_tokens=256, padding=3, empty=1)
+    index = "" if ratio != 4 else ("fp8_index", "fp4_index")[seed % 2]
+    layer = cases.make_layer(batch, ratio=ratio, index=index, heads=1, block_tokens=256, hadamard=index == "fp4_index")
+    assert cases.check(layer) == ""
 
 
 @pytest.mark.parametrize("length", [1, 2])
