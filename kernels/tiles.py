@@ -365,7 +365,10 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_90": (_write(4, 8, tokens=16), _write(16, 16)),
     },
     # With several tokens a sequence.
-    "cache_write_several": {"sm_120": (_write(16, 32, at_once=4),), "sm_90": (_write(16, 32, at_once=4),)},
+    "cache_write_several": {
+        "sm_120": (_write(16, 32, at_once=4, registers=128),),
+        "sm_90": (_write(16, 32, at_once=4, registers=128),),
+    },
 }
 
 
