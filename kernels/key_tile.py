@@ -54,8 +54,9 @@ def read_tile(at, scale_at, is_key, wrong, own, scale_own, D: tl.constexpr):
 
 
 @triton.jit
-def _either(a, b):
-    return a | b
+def _any(bits):
+    """Return whether any bit of x [N, .., ..] is set, [N]."""
+    return tl.max(tl.max(bits.to(tl.uint32, bitcast=True), 2), 1) != 0
 
 
 @triton.jit
@@ -65,9 +66,9 @@ def mend(body, tail, scales, wrong):
     For tiles that several tokens share: a weight of 0 does not silence a NaN.
     """
     bits = (((body & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) | wrong[:, None, None].to(tl.int32)  # NaN: all ones
-    spoilt = tl.reduce(tl.reduce(bits, 2, _either), 1, _either)
+    spoilt = _any(bits)
     bits = ((tail & 0x7FFF7FFF) + 0x38803880) & -0x7FFF8000  # bf16 from 65,536 on
-    spoilt = (spoilt | tl.reduce(tl.reduce(bits, 2, _either), 1, _either)) != 0
+    spoilt = spoilt | _any(bits)
     whole = tl.where(spoilt, 0, -1)
     return body & whole[:, None, None], tail & whole[:, None, None], tl.where(spoilt, 0, scales), spoilt
 

@@ -142,7 +142,8 @@ def chunk_fault(kind: str, device: str, *, small: bool = False, tile=None) -> st
     if not bool(out[bad].isnan().all()) or not torch.equal(out[~bad], whole[~bad]):
         return f"a spoilt row: {int(out[bad].isnan().sum())} NaN of {out[bad].numel()}, others differ or are NaN"
     rest = cases.later(made, second).run(tile=tile)[0]
-    if not torch.equal(rest, whole[second:]):
+    # NumPy's products, of the interpreter, depend on a row's place.
+    if not (torch.allclose(rest, whole[second:], atol=2**-8) if small else torch.equal(rest, whole[second:])):
         return f"a chunk that begins {second} tokens later differs by {(rest - whole[second:]).abs().max():.2e}"
     return ""
 
