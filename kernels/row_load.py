@@ -198,25 +198,31 @@ def unpack_body(body, scales, verdict, N: tl.constexpr, D: tl.constexpr, GROUPS:
         exponent = ((scales[:, None] >> (8 * g)[None, :]) & 255).to(tl.int32)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         scale = tl.where((g < (D - _TAIL) // _GROUP)[None, :], scale, verdict[:, None])
-        if _PLAIN:
-            scale = scale.to(tl.float16)[:, :, None]
-            a = _code(body) * scale
-            b = _code(body >> 8) * scale
-            c = _code(body >> 16) * scale
-            d = _code(body >> 24) * scale
-        else:
-            twice = tl.inline_asm_elementwise(
-                "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1
-            )
-            twice = tl.broadcast_to(twice[:, :, None], (N, GROUPS, 16))
-            a, b, c, d = tl.inline_asm_elementwise(
-                _UNPACK, "=h,=h,=h,=h,r,r", [body, twice],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
-            )  # fmt: skip
-        keys = keep(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (N, GROUPS * _GROUP)))
+        keys = keep(unpack_f16(body, scale, N, GROUPS))
     else:
         keys = tl.reshape(body, (N, GROUPS * _GROUP))
     return keys
+
+
+@triton.jit
+def unpack_f16(words, scale, N: tl.constexpr, GROUPS: tl.constexpr):
+    """Return e4m3 codes, words [N, GROUPS, 16] of four, times scale [N, GROUPS] float32: f16 [N, GROUPS * 64]."""
+    if _PLAIN:
+        scale = scale.to(tl.float16)[:, :, None]
+        a = _code(words) * scale
+        b = _code(words >> 8) * scale
+        c = _code(words >> 16) * scale
+        d = _code(words >> 24) * scale
+    else:
+        twice = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1
+        )
+        twice = tl.broadcast_to(twice[:, :, None], (N, GROUPS, 16))
+        a, b, c, d = tl.inline_asm_elementwise(
+            _UNPACK, "=h,=h,=h,=h,r,r", [words, twice],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (N, GROUPS * _GROUP))
 
 
 @triton.jit

@@ -47,6 +47,15 @@ def benches() -> list[Bench]:
         *(_bench(n, "window", heads=16) for n in (1, 64)),
         *(_bench(n, "CSA", heads=64) for n in (1, 16, 64)),
         _bench(16, "CSA", heads=16, length=4),
+        *_prompts(),
+    ]
+
+
+def _prompts() -> list[Bench]:
+    """Return the last chunk of 4,096 tokens of a prompt: each kind of layer, at 8k, and all entries at 128k."""
+    return [
+        _bench(1, kind, heads=16, length=4096, context=context, group="prefill")
+        for kind, context in (("CSA", 8192), ("HCA", 8192), ("HCA", 131_072), ("window", 8192))
     ]
 
 
@@ -60,28 +69,42 @@ def samples() -> list[Bench]:
         ),
         _bench(3, "CSA", heads=40, context=700),
         _bench(200, "window", heads=16, context=100),  # more than multiprocessors: no splits
+        *(_bench(1, kind, heads=16, length=300, padding=1, context=700) for kind in ("CSA", "HCA", "window")),
+        *(_bench(260, kind, heads=9, context=700) for kind in ("CSA", "window")),
     ]
 
 
 def _bench(
-    count: int, kind: str, *, heads: int, chain: str | None = None, length: int = 1, padding: int = 0, context: int = 0
+    count: int,
+    kind: str,
+    *,
+    heads: int,
+    chain: str | None = None,
+    length: int = 1,
+    padding: int = 0,
+    context: int = 0,
+    group: str = "attention",
 ) -> Bench:
-    tokens, visible = count * length, {"CSA": TOP_K, "HCA": (context or CONTEXT["HCA"]) // 128, "window": 0}[kind]
+    context = context or CONTEXT[kind]
+    # Of many tokens the mean is what counts; of few it is the same.
+    tokens, visible = count * length, {"CSA": TOP_K, "HCA": (context - length // 2) // 128, "window": 0}[kind]
     shape = f"B={count} {kind} heads={heads} keys={WINDOW}+{visible}"
 
     def make(device: torch.device, i: int) -> Launch:
-        inputs = draw_inputs(
-            device, i, count, kind, heads=heads, length=length, padding=padding, context=context or CONTEXT[kind]
-        )
+        some = length if device.type == "cuda" else min(length, 300)  # still a step of many tokens
+        inputs = draw_inputs(device, i, count, kind, heads=heads, length=some, padding=padding, context=context)
         return inputs.launch
 
+    rows = tokens * (WINDOW + visible)
+    if length > WINDOW:  # which its tokens share
+        rows = count * (WINDOW + length + (context // RATIO[kind] if RATIO[kind] else 0))
     row = value_bytes("packed", DIM) + scale_row_bytes("packed", DIM)
     return Bench(
-        group="attention",
+        group=group,
         op="sparse_attention",
         shape=shape + (f" {length} tokens each" if length > 1 else ""),
         make=make,
-        bytes=tokens * ((WINDOW + visible) * row + 2 * heads * DIM * 2),
+        bytes=rows * row + tokens * 2 * heads * DIM * 2,
         flops=tokens * heads * (WINDOW + visible) * DIM * 4,
         chain=chain,
     )
@@ -130,7 +153,8 @@ def draw_inputs(
         noise.masked_fill_(torch.arange(context // ratio, device=device) >= visible[:, None], -1.0)
         best = noise.topk(min(TOP_K, context // ratio))
         selected = torch.full((tokens, TOP_K), -1, dtype=torch.int32, device=device)
-        selected[:, : best.indices.shape[1]] = best.indices.masked_fill(best.values < 0, -1).to(torch.int32)
+        chosen = best.indices.masked_fill(best.values < 0, -1).to(torch.int32)
+        selected[:, : best.indices.shape[1]] = chosen if length == 1 else chosen.sort(1).values
     q = torch.randn(tokens, heads, DIM, generator=draw, device=device).to(torch.bfloat16)
     frequencies = 10000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float32, device=device) / 64)
     return Inputs(

@@ -34,6 +34,7 @@ from kernels.row_load import FORMATS, groups_of, key_rows, pointer_of
 from kernels.rows import ROPE_CHANNELS, Rows
 from kernels.scratch import zeros
 from kernels.sparse_attention import attend_reference
+from kernels.sparse_attention_many import attend_many, is_many, many_tile
 from kernels.sparse_attention_triton import INTEGERS, attention_kernel, combine_kernel
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, MULTIPROCESSORS, arch_of, sm_count, uses_triton
@@ -180,6 +181,16 @@ def sparse_attention_decode(
     out = torch.empty((tokens, heads, dim), dtype=out_dtype, device=q.device)
     if not tokens:
         return out
+    pdl = HAS_PDL(q.device)
+    turn = None if rotation is None else torch.view_as_real(rotation)
+    if tile is None:
+        tile = many_tile(q.device, batch, window, selected=selected, batch_invariant=batch_invariant)
+    if tile is not None and is_many(tile):
+        attend_many(
+            q, out, batch, window, tile, sink=sink, scale_log2e=scale * math.log2(math.e), turn=turn,
+            compressed=compressed, ratio=ratio, selected=selected, new=new, lse=lse, pdl=pdl,
+        )  # fmt: skip
+        return out
     width = 0 if compressed is None or selected is None else selected.shape[1]
     is_dynamic = compressed is not None and selected is None
     keys = window.rows + width
@@ -202,9 +213,7 @@ def sparse_attention_decode(
         sizes = torch.empty((tokens, cut.splits, heads), dtype=torch.float32, device=q.device)
         if tile.constants["FUSED"]:
             counters = _counters(q.device, tokens * -(-heads // tile.constants["BLOCK_H"]))
-    pdl = HAS_PDL(q.device)
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    turn = None if rotation is None else torch.view_as_real(rotation)
     ring = key_rows(window)
     fresh = (None, None, 0, 0, 0) if new is None else key_rows(new)
     pool = (None, None, 0, 0, 0) if compressed is None else key_rows(compressed)

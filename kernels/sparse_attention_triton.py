@@ -33,13 +33,13 @@ INTEGERS = [
 ]
 
 _TAIL = tl.constexpr(ROPE_CHANNELS)
-_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 # Weights are kept times 2^10: those of f16 end at 2^-24, too close below a maximum of 1.
-_RAISE = tl.constexpr(10.0)
+RAISE = tl.constexpr(10.0)
 
 
 @triton.jit
-def _finish(x, cos, sin, N: tl.constexpr, C: tl.constexpr):
+def turn_back(x, cos, sin, N: tl.constexpr, C: tl.constexpr):
     """Return x [N, C] with its pairs turned back by (cos, sin), [C/2] each or alike."""
     even, odd = tl.split(tl.reshape(x, (N, C // 2, 2)))
     return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (N, C))
@@ -64,7 +64,7 @@ def _combine(
     )
     top = tl.max(sizes, 0)
     if sink_ptr is not None:
-        sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * _LOG2E
+        sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
     shift = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros((N,), tl.float32)
@@ -91,11 +91,11 @@ def _combine(
         at = rotation_ptr + token * _TAIL + 2 * turned
         cos = tl.load(at, mask=turned >= 0, other=1.0)
         sin = tl.load(at + 1, mask=turned >= 0, other=0.0)
-        x = _finish(x, cos[None, :], sin[None, :], N, D)
+        x = turn_back(x, cos[None, :], sin[None, :], N, D)
     row = token.to(tl.int64) * H + h
     tl.store(out_ptr + row[:, None] * D + c[None, :], x.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, (shift + tl.log2(total)) * _LN2, mask=is_head)
+        tl.store(lse_ptr + row, (shift + tl.log2(total)) * LN2, mask=is_head)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -233,7 +233,7 @@ def attention_kernel(
         higher = tl.maximum(top, tl.max(s, KEYS))
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: exp2(-inf - shift) must be 0, not NaN
         fade = tl.exp2(top - shift)
-        p = tl.exp2(s - tl.expand_dims(shift - _RAISE, KEYS))
+        p = tl.exp2(s - tl.expand_dims(shift - RAISE, KEYS))
         top = higher
         before = total * fade
         fade = tl.expand_dims(fade, KEYS)
@@ -251,7 +251,7 @@ def attention_kernel(
     is_body = is_head[:, None] & (c < BODY)[None, :]
     if SPLITS == 1:
         if sink_ptr is not None:
-            sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * _LOG2E
+            sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * LOG2E
             higher = tl.maximum(top, sink)
         else:
             higher = top
@@ -259,25 +259,25 @@ def attention_kernel(
         fade = tl.exp2(top - shift)
         total *= fade
         if sink_ptr is not None:
-            total += tl.exp2(sink - shift + _RAISE)
+            total += tl.exp2(sink - shift + RAISE)
         factor = tl.where(total == 0.0, 0.0, fade / total)[:, None]
         o_body, o_tail = o_body * factor, o_tail * factor
         if rotation_ptr is not None:
             turn = rotation_ptr + token * _TAIL + 2 * tl.arange(0, _TAIL // 2)
-            o_tail = _finish(o_tail, tl.load(turn)[None, :], tl.load(turn + 1)[None, :], BLOCK_H, _TAIL)
+            o_tail = turn_back(o_tail, tl.load(turn)[None, :], tl.load(turn + 1)[None, :], BLOCK_H, _TAIL)
         row = token.to(tl.int64) * H + h
         to = out_ptr + row[:, None] * D
         tl.store(to + c[None, :], o_body.to(out_ptr.dtype.element_ty), mask=is_body)
         tl.store(to + BODY + tail_c[None, :], o_tail.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
         if lse_ptr is not None:
-            tl.store(lse_ptr + row, (shift - _RAISE + tl.log2(total)) * _LN2, mask=is_head)
+            tl.store(lse_ptr + row, (shift - RAISE + tl.log2(total)) * LN2, mask=is_head)
     else:
         factor = tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
         row = (token.to(tl.int64) * splits + split) * H + h
         to = part_ptr + row[:, None] * D
         tl.store(to + c[None, :], (o_body * factor).to(part_ptr.dtype.element_ty), mask=is_body)
         tl.store(to + BODY + tail_c[None, :], (o_tail * factor).to(part_ptr.dtype.element_ty), mask=is_head[:, None])
-        tl.store(part_lse_ptr + row, top - _RAISE + tl.log2(total), mask=is_head)
+        tl.store(part_lse_ptr + row, top - RAISE + tl.log2(total), mask=is_head)
         if FUSED:
             # All threads have stored before one of them counts; the count releases their stores and acquires others'.
             tl.debug_barrier()

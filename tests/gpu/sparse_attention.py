@@ -3,7 +3,8 @@
     python -m tests.gpu.sparse_attention [--device cuda]     from the repository's root; exit code 1 if a case fails
 
 Every tile of the table and both other designs, all kinds of layer, lengths from 1 to 128k, padding, several tokens a
-sequence, graph replay with other inputs in the same buffers, batch invariance.
+sequence, steps of hundreds of tokens, with what can't be read among them, chunks that begin elsewhere, graph replay
+with other inputs in the same buffers, batch invariance.
 Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 """
 
@@ -15,6 +16,7 @@ import sys
 
 import torch
 
+from kernels.tiles import Tile
 from tests.gpu.runner import Job, load, main
 
 SPANS = (8191, 0, 131071, 127, 128, 700, 3, 2047, 131, 5000, 255, 12345, 511, 512, 513, 65535)
@@ -55,6 +57,10 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(16, 4, kind, length, 128, fmt) for kind in kinds for length in (1, 3) for fmt in ("packed", "fp32")),
         *(Case(16, 16, kind, length, 512, "bf16") for kind in kinds for length in (1, 3)),
         *(Case(3, 16, "selected", design=design) for design in designs),
+        # Steps of many tokens: a chunk of a prompt, several of them, and many sequences with a token or two each.
+        *(Case(count, 16, kind, length) for count, length in ((1, 600), (3, 300), (200, 2), (300, 1)) for kind in kinds),
+        *(Case(1, heads, kind, 300) for heads in (1, 8, 17, 32, 64, 128) for kind in kinds),
+        *(Case(3, 4, kind, 200, 128, fmt) for kind in kinds for fmt in ("packed", "bf16")),
     ]
 
 
@@ -120,9 +126,35 @@ def replay_fault(device: str) -> str:
     return ""
 
 
+def chunk_fault(kind: str, device: str, *, small: bool = False, tile=None) -> str:
+    """Return whether bits of a token depend on where its chunk begins, or on a row that it doesn't see."""
+    cases = load("sparse_attention_cases")
+    lengths, options = ((40, 30, 9), {"dim": 128, "top_k": 20}) if small else ((900, 301, 77), {"dim": 512})
+    options |= {"window_rows": 16} if small else {"window_rows": 128, "top_k": 512}
+    options |= {"ratio": 128, "block_rows": 2} if kind == "visible" and not small else {}
+    length, second, spoilt = lengths
+    made = cases.make_case([(100 if small else 5000, length)], heads=16, kind=kind, staged=True, padding=1, device=device, **options)
+    whole = made.run(tile=tile)[0]
+    cases.spoil(made, spoilt)
+    out = made.run(tile=tile)[0]
+    bad = torch.zeros(length + 1, dtype=torch.bool, device=device)
+    bad[spoilt : spoilt + options["window_rows"]] = True
+    if not bool(out[bad].isnan().all()) or not torch.equal(out[~bad], whole[~bad]):
+        return f"a spoilt row: {int(out[bad].isnan().sum())} NaN of {out[bad].numel()}, others differ or are NaN"
+    rest = cases.later(made, second).run(tile=tile)[0]
+    # NumPy's products, of the interpreter, depend on a row's place.
+    if not (torch.allclose(rest, whole[second:], atol=2**-8) if small else torch.equal(rest, whole[second:])):
+        return f"a chunk that begins {second} tokens later differs by {(rest - whole[second:]).abs().max():.2e}"
+    return ""
+
+
 def jobs_of(device: str, *, small: bool) -> list[Job]:
     """Return all cases, and what else there is to see."""
     found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
+    few = {"selected": {"BLOCK_H": 16}, "visible": {"R": 16}, "window": {"R": 64}}
+    for kind, constants in few.items():
+        tile = Tile(constants | {"BLOCK_N": 16}, num_warps=4) if small else None  # so few would go another way
+        found.append((f"chunks {kind}", functools.partial(chunk_fault, kind, device, small=small, tile=tile)))
     found.append(("batch invariance", functools.partial(invariance_fault, device, small=small)))
     if device == "cuda":
         found.insert(0, ("graph replay", functools.partial(replay_fault, device)))

@@ -162,3 +162,34 @@ def alone(case, token):
     if rest["selected"] is not None:
         rest["selected"] = rest["selected"][token : token + 1]
     return Case(case.q[token : token + 1].contiguous(), single, case.window, rest)
+
+
+def later(case, first):
+    """Return the tokens from `first` on of a case with one sequence, as a step behind one that had those before."""
+    batch, new, window = case.batch, case.rest["new"], case.window
+    start, slot = int(batch.starts[0]) + first, int(batch.slots[0])
+    for position in range(max(int(batch.starts[0]), start - window.rows), start):
+        for part in ("values", "rope", "scales"):
+            into, source = getattr(window, part), getattr(new, part)
+            if part == "values":
+                into, source = into.view(torch.uint8), source.view(torch.uint8)
+            into[slot, position % window.rows] = source[position - int(batch.starts[0]), 0]
+    single = dataclasses.replace(
+        batch,
+        positions=batch.positions[first:].clone(),
+        sequence=batch.sequence[first:].clone(),
+        starts=batch.starts + first,
+        query_start=batch.query_start.clamp(max=int(batch.query_start[1]) - first),
+        num_tokens=batch.num_tokens - first,
+        max_query_len=batch.max_query_len - first,
+    )
+    rest = dict(case.rest, rotation=case.rest["rotation"][first:].clone())
+    rest["new"] = Rows(new.format, new.width, new.values[first:], new.rope[first:], new.scales[first:])
+    if rest["selected"] is not None:
+        rest["selected"] = rest["selected"][first:].clone()
+    return Case(case.q[first:].contiguous(), single, window, rest)
+
+
+def spoil(case, token, channel=3):
+    """Put a NaN into the row of a token of this step."""
+    case.rest["new"].values.view(torch.uint8)[token, 0, channel] = 0x7F

@@ -1,0 +1,135 @@
+"""The kernel of sparse_attention_decode.py for steps of many tokens with keys of their own: a selection.
+
+One program takes all keys of a token for BLOCK_H heads, BLOCK_N at a time, by products of warp groups: S^T = K Q^T and
+O^T = K^T P^T have keys, or channels, for rows, and K is the left operand of both, in shared memory once. Triton puts a
+left operand there only if it was loaded, or comes from the pass before: so a pass unpacks the keys of the next one.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.key_tile import anew, load_queries, read_tile, unpack_tile, verdict_of
+from kernels.row_load import locate, look_up, pick
+from kernels.rows import ROPE_CHANNELS
+from kernels.sparse_attention_triton import LN2, LOG2E, RAISE, turn_back
+
+# Never turned into constants or hints, so that one binary serves every batch and pool.
+INTEGERS = [
+    *("stride_ring_u", "stride_ring_r", "stride_ring_su", "stride_new_u", "stride_new_su"),
+    *("stride_pool_u", "stride_pool_r", "stride_pool_su"),
+    *("width", "table_width", "num_blocks", "num_slots"),
+]
+
+_TAIL = tl.constexpr(ROPE_CHANNELS)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def token_kernel(
+    q_ptr, out_ptr, lse_ptr, sink_ptr, rotation_ptr,
+    positions_ptr, sequence_ptr, starts_ptr, query_start_ptr, slots_ptr, table_ptr, selected_ptr,
+    ring_ptr, ring_scale_ptr, new_ptr, new_scale_ptr, pool_ptr, pool_scale_ptr,
+    stride_ring_u, stride_ring_r, stride_ring_su, stride_new_u, stride_new_su, stride_pool_u, stride_pool_r,
+    stride_pool_su, scale_log2e, width, table_width, num_blocks, num_slots,
+    H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_H heads of a token. Grid (tokens, blocks of heads). Rows are packed."""
+    POOL: tl.constexpr = pool_ptr is not None
+    NEW: tl.constexpr = new_ptr is not None
+    SELECTED: tl.constexpr = selected_ptr is not None
+    token = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = h < H
+    # Written before the step began, so not waited for.
+    sequence = tl.load(sequence_ptr + token)
+    position = tl.load(positions_ptr + token)
+    known = tl.maximum(sequence, 0)
+    place = (position, tl.load(starts_ptr + known), tl.load(query_start_ptr + known), tl.load(slots_ptr + known))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    keys = WINDOW + width
+    if not SELECTED:
+        keys = WINDOW + (position + 1) // RATIO if POOL else WINDOW
+    end = tl.where(sequence >= 0, keys, 0)
+    ring = (ring_ptr, ring_scale_ptr, stride_ring_u, stride_ring_r, stride_ring_su)
+    new = (new_ptr, new_scale_ptr, stride_new_u, 0, stride_new_su)
+    pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
+    if NEW:
+        own = new_ptr + token.to(tl.int64) * stride_new_u * 4
+        scale_own = new_scale_ptr + token.to(tl.int64) * stride_new_su
+    else:
+        slot = tl.minimum(tl.maximum(place[3], 0), num_slots - 1).to(tl.int64)
+        place_in_ring = tl.maximum(position, 0) % WINDOW
+        own = ring_ptr + (slot * stride_ring_u + place_in_ring * stride_ring_r) * 4
+        scale_own = ring_scale_ptr + slot * stride_ring_su + place_in_ring
+    n = tl.arange(0, BLOCK_N)
+    entry = pick(n, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+    next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+    third_entry = pick(n + 2 * BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+    block = look_up(entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
+    next_block = look_up(next_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
+    at, scale_at, is_key, wrong = locate(
+        n, end, entry, block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
+    )  # fmt: skip
+    body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, scale_own, D)
+    verdict = verdict_of(is_key, wrong, BLOCK_N)
+
+    row = token.to(tl.int64) * H + h
+    q = tl.trans(load_queries(q_ptr + row * D, is_head & (sequence >= 0), BLOCK_H, D))
+    top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    o = tl.zeros((D, BLOCK_H), tl.float32)
+    for _ in range(tl.cdiv(end, BLOCK_N)):
+        k = unpack_tile(body, tail, scales, BLOCK_N, D)
+        turn = tl.full((), 1, tl.int32)
+        while turn > 0:
+            s = (tl.dot(k, q) + verdict[:, None]) * scale_log2e
+            # Entries three tiles ahead, blocks two, rows one: no load waits for another.
+            n += BLOCK_N
+            at, scale_at, is_key, wrong = locate(
+                n, end, next_entry, next_block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
+            )  # fmt: skip
+            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, scale_own, D)
+            verdict = verdict_of(is_key, wrong, BLOCK_N)
+            next_block = look_up(third_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
+            next_entry = third_entry
+            third_entry = pick(n + 2 * BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+            higher = tl.maximum(top, tl.max(s, 0))
+            shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: exp2(-inf - shift) must be 0, not NaN
+            fade = tl.exp2(top - shift)
+            p = tl.exp2(s - (shift - RAISE)[None, :])
+            top = higher
+            total = total * fade + tl.sum(p, 0)
+            o = tl.dot(tl.trans(k), p.to(tl.float16), o * fade[None, :])
+            k = tl.zeros((BLOCK_N, D), tl.float16)
+            turn = tl.full((), 0, tl.int32)
+
+    h = anew(h)
+    is_head = h < H
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+    else:
+        higher = top
+    shift = tl.where(higher == -float("inf"), 0.0, higher)
+    fade = tl.exp2(top - shift)
+    total *= fade
+    if sink_ptr is not None:
+        total += tl.exp2(sink - shift + RAISE)
+    o = tl.trans(o * tl.where(total == 0.0, 0.0, fade / total)[None, :])
+    if rotation_ptr is not None:
+        turned = 2 * tl.arange(0, D // 2)[None, :] - (D - _TAIL)
+        turn = rotation_ptr + token * _TAIL + turned
+        cos = tl.load(turn, mask=turned >= 0, other=1.0)
+        o = turn_back(o, cos, tl.load(turn + 1, mask=turned >= 0, other=0.0), BLOCK_H, D)
+    row = token.to(tl.int64) * H + h
+    to = out_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(to, o.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, (shift - RAISE + tl.log2(total)) * LN2, mask=is_head)
