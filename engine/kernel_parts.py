@@ -15,15 +15,22 @@ PARTS: dict[str, tuple[str, ...]] = {
     "hyper-connections": ("spread_kernel", "finish_kernel"),
     "cache write": ("cache_write_kernel", "commit_window_kernel", "store_rows_kernel"),
     "indexer": ("query_kernel", "logits_kernel", "chunk_scores_kernel", "top_k_kernel", "row_top_k_kernel"),
-    "attention": ("attention_kernel", "combine_kernel"),
-    "gate": ("gate_kernel", "gate_beside_kernel", "route_kernel"),
-    "routed experts": ("up_kernel", "down_kernel", "sum_kernel"),
+    "attention": ("attention_kernel", "combine_kernel", "token_kernel", "shared_kernel"),
+    "gate": ("gate_kernel", "gate_beside_kernel", "route_kernel", "sort_kernel"),
+    "routed experts": (
+        "up_kernel",
+        "down_kernel",
+        "sum_kernel",
+        "up_blocks_kernel",
+        "down_blocks_kernel",
+        "sum_blocks_kernel",
+    ),
     "sampling": ("scan_kernel", "weigh_kernel", "choose_kernel"),
     "begin and end": ("begin_step_kernel", "end_step_kernel"),
 }
 PRODUCTS = (
     "few_kernel", "many_kernel", "held_kernel", "few_pair_kernel", "many_pair_kernel", "quantize_kernel", "norm_kernel",
-    "dequantize_kernel",
+    "dequantize_kernel", "swiglu_kernel",
 )  # fmt: skip
 FIRST_OF_STEP, LAST_OF_STEP = PARTS["begin and end"]
 

@@ -31,11 +31,13 @@ ALLOCATOR_BYTES = 136 * MIB
 # Never given away: what a driver takes later.
 MARGIN_BYTES = GIB // 2
 
-# As in engine.cache, kernels.indexer_decode, indexer_chunk, engine.model and kv_transfer.checksum, which import torch.
+# As in engine.cache, engine.model, kv_transfer.checksum, kernels.indexer_decode, indexer_chunk, moe_routing and
+# moe_blocks, which import torch.
 SCRATCH_BYTES = 16 * MIB
 WORKSPACE_SCORES = 1 << 24
 CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
+EXPERTS_PARTS = 192 * MIB
 KERNEL_TOKENS = 8
 MOST_TOKENS = 8192  # of a step, whatever its sequences: what kernels for packed rows are made for
 CHECKSUM_BYTES = 32 * MIB
@@ -212,9 +214,11 @@ def _index_channels(local: DeepSeekV4Config) -> int:
 def _experts(tokens: int, local: DeepSeekV4Config) -> int:
     """Return bytes of routed experts: rows of both products, shares of sums of the first, whose rows they are, inputs.
 
-    Of more than EXPERTS_TOKENS tokens, what each call gives besides, and all of it together.
+    Of more than EXPERTS_TOKENS tokens, rows of the last product take EXPERTS_PARTS at a time, and sums are added.
     """
-    rows, inner = min(tokens, EXPERTS_TOKENS) * local.num_experts_per_tok, local.moe_intermediate_size
-    lists = 2 * 4 * rows * local.n_routed_experts + 2 * 2 * min(tokens, EXPERTS_TOKENS) * local.hidden_size
-    sums = 0 if tokens <= EXPERTS_TOKENS else 2 * 4 * tokens * local.hidden_size
-    return rows * (4 * local.hidden_size + 2 * inner) + 4 * 3 * rows * 2 * inner * 4 + lists + sums
+    rows, inner = tokens * local.num_experts_per_tok, local.moe_intermediate_size
+    if tokens > EXPERTS_TOKENS:
+        each = 2 * local.hidden_size + 4 * local.n_routed_experts + 2 * 4 * local.hidden_size
+        return rows * (2 * inner + 16) + tokens * each + min(rows * 4 * local.hidden_size, EXPERTS_PARTS)
+    lists = 2 * 4 * rows * local.n_routed_experts + 2 * 2 * tokens * local.hidden_size
+    return rows * (4 * local.hidden_size + 2 * inner) + 4 * 3 * rows * 2 * inner * 4 + lists

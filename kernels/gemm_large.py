@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from kernels.gemm import BLOCK
-from kernels.gemm_large_triton import dequantize_kernel, gate_kernel
+from kernels.gemm_large_triton import dequantize_kernel, swiglu_kernel
 from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import HAS_PDL, arch_of
 
 OP = "linear_dequantize"
 LARGE = 256  # tokens above which weights are widened once
-_GATED = 512  # channels of a program of gate_kernel
+_GATED = 512  # channels of a program of swiglu_kernel
 
 
 def is_large(x: Tensor, weight: Tensor, *, quantize: bool = False) -> bool:
@@ -48,7 +48,7 @@ def large_linear(
     _multiply(sums, x, wide)
     inner = out.shape[1]
     pdl, launch = _pdl(x.device)
-    gate_kernel[(out.shape[0], -(-inner // _GATED))](
+    swiglu_kernel[(out.shape[0], -(-inner // _GATED))](
         out, sums, inner, limit, BLOCK=_GATED, PDL=pdl, num_warps=4, **launch
     )
 
@@ -104,5 +104,5 @@ def variants(arch: str) -> list[Variant]:
     gate = {"out_ptr": "*bf16", "sums_ptr": "*fp32", "inner": "i32", "limit": "fp32"}
     return [
         Variant(OP, dequantize_kernel, signature, fixed, tile.num_warps, 3, (), unaligned=("rows", "row_shift")),
-        Variant("linear_gate", gate_kernel, gate, {"BLOCK": _GATED, "PDL": True}, 4, 3, ()),
+        Variant("linear_gate", swiglu_kernel, gate, {"BLOCK": _GATED, "PDL": True}, 4, 3, ()),
     ]

@@ -37,7 +37,7 @@ def dequantize_kernel(
 
 
 @triton.jit
-def gate_kernel(out_ptr, sums_ptr, inner, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def swiglu_kernel(out_ptr, sums_ptr, inner, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [T, inner] = moe.gated of gates and values, the halves of sums [T, 2 inner]. Grid (T, blocks of channels)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -19,13 +19,13 @@ from kernels.expert_weights import LANES, ExpertWeights, Format
 from kernels.gemm import linear
 from kernels.launch_order import Pair
 from kernels.moe import expert_scores, experts, route
-from kernels.moe_decode import expert_parts
+from kernels.moe_decode import expert_parts, experts_decode
 from kernels.moe_gate import route_beside, route_by_gate
-from kernels.moe_routing import route_tokens
+from kernels.moe_routing import Routing, route_tokens
 from kernels.ragged import DecodeBatch
 from kernels.triton_env import uses_triton
 
-TOKENS = 256  # in one call of the experts' kernels; of more, a call for each so many
+TOKENS = 8192  # in one call of the experts' kernels; of more, a call for each so many
 BESIDE = 256  # tokens up to which the shared expert runs beside routing and routed experts; of more, before them
 
 
@@ -70,16 +70,16 @@ class MixtureOfExperts:
         """
         w13, w2, has_kernels = self.w13, self.w2, decode is not None or uses_triton(x)
         if has_kernels and isinstance(w13, ExpertWeights) and isinstance(w2, ExpertWeights):
-            tokens, sequence = x.shape[0], None if decode is None else decode.sequence
-            shared = None if tokens <= BESIDE else self._shared(x, decodes=True)
-            if tokens <= TOKENS:
-                return self._read_once(x, token_ids, shared, sequence, w13, w2)
+            sequence = None if decode is None else decode.sequence
+            if x.shape[0] <= BESIDE:
+                return self._read_once(x, token_ids, sequence, w13, w2)
+            shared = self._shared(x, decodes=True)
             found = []
-            for first in range(0, tokens, TOKENS):
+            for first in range(0, x.shape[0], TOKENS):
                 at = slice(first, first + TOKENS)
-                ready, of = (None if each is None else each[at] for each in (shared, sequence))
-                found.append(add_up(self._read_once(x[at], token_ids[at], ready, of, w13, w2)))
-            return torch.cat(found)
+                routing = self._route(x[at], token_ids[at], None if sequence is None else sequence[at])
+                found.append(experts_decode(routing, w13, w2, limit=self.limit, add=shared[at]))
+            return found[0] if len(found) == 1 else torch.cat(found)
         chosen = None if self.table is None else self.table[token_ids]
         ids, weights = route(
             expert_scores(x, self.gate.float()), bias=self.bias, chosen=chosen, top_k=self.top_k, scaling=self.scaling
@@ -91,29 +91,28 @@ class MixtureOfExperts:
         return self.shared_w2(self.shared_w13(x, limit=self.limit, decodes=decodes), decodes=decodes)
 
     def _read_once(
-        self,
-        x: Tensor,
-        token_ids: Tensor,
-        add: Tensor | None,
-        sequence: Tensor | None,
-        w13: ExpertWeights,
-        w2: ExpertWeights,
+        self, x: Tensor, token_ids: Tensor, sequence: Tensor | None, w13: ExpertWeights, w2: ExpertWeights
     ) -> ExpertParts:
-        """Return what packed experts give. add: of the shared expert; None: made here, with decode kernels."""
-        given: dict[str, Any] = {"top_k": self.top_k, "scaling": self.scaling, "sequence": sequence}
-        given |= {"bias": self.bias} if self.table is None else {"table": self.table, "token_ids": token_ids}
+        """Return what packed experts give to a few tokens, beside the shared expert."""
         shared = self.shared_w13.both.parts
-        if self.gate.dtype == torch.bfloat16 and add is None and len(shared) == 1:
+        if self.gate.dtype == torch.bfloat16 and len(shared) == 1:
+            given = self._routed_by(token_ids, sequence)
             routing, opened = route_beside(x, self.gate, *shared[0], limit=self.limit, **given)
             pair = Pair()  # lives until the second is launched
             add = self.shared_w2(opened, decodes=True, order=pair.lead)
             return expert_parts(routing, w13, w2, limit=self.limit, add=add, order=pair.aside)
-        add = self._shared(x, decodes=True) if add is None else add
+        add = self._shared(x, decodes=True)
+        return expert_parts(self._route(x, token_ids, sequence), w13, w2, limit=self.limit, add=add)
+
+    def _route(self, x: Tensor, token_ids: Tensor, sequence: Tensor | None) -> Routing:
+        given = self._routed_by(token_ids, sequence)
         if self.gate.dtype == torch.bfloat16:
-            routing = route_by_gate(x, self.gate, **given)
-        else:
-            routing = route_tokens(x, linear(x.float(), self.gate), **given, is_raw=True)
-        return expert_parts(routing, w13, w2, limit=self.limit, add=add)
+            return route_by_gate(x, self.gate, **given)
+        return route_tokens(x, linear(x.float(), self.gate), **given, is_raw=True)
+
+    def _routed_by(self, token_ids: Tensor, sequence: Tensor | None) -> dict[str, Any]:
+        given: dict[str, Any] = {"top_k": self.top_k, "scaling": self.scaling, "sequence": sequence}
+        return given | ({"bias": self.bias} if self.table is None else {"table": self.table, "token_ids": token_ids})
 
 
 def _matrices(weights: Weights, name: str) -> Tensor | ExpertWeights:

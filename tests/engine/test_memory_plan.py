@@ -14,6 +14,8 @@ import engine.model.attention
 import engine.model.moe
 import kernels.indexer_chunk
 import kernels.indexer_decode
+import kernels.moe_blocks
+import kernels.moe_routing
 import kv_transfer.checksum
 from engine import device_memory, memory_parts
 from engine.config import EngineConfig
@@ -112,7 +114,8 @@ def test_constants_are_those_of_what_they_stand_for() -> None:
     assert memory_parts.WORKSPACE_SCORES == kernels.indexer_decode.WORKSPACE_SCORES
     assert memory_parts.CHUNK_SCORES == kernels.indexer_chunk.CHUNK_SCORES
     assert memory_parts.CHECKSUM_BYTES == kv_transfer.checksum._PORTION_BYTES
-    assert memory_parts.EXPERTS_TOKENS == engine.model.moe.TOKENS
+    assert memory_parts.EXPERTS_TOKENS == kernels.moe_routing.SORTED == engine.model.moe.BESIDE
+    assert memory_parts.EXPERTS_PARTS == kernels.moe_blocks.PARTS_BYTES
     assert memory_parts.KERNEL_TOKENS == engine.model.attention.KERNEL_TOKENS
 
 
