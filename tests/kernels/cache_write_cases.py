@@ -202,7 +202,7 @@ def difference(got, wanted, shadow):
     be as before.
     """
     a, b = raw(got), raw(wanted)
-    written = b == raw(shadow)
+    written = (b != 0xFF) | (raw(shadow) != 0)  # not b == raw(shadow): sums of the reference may vary on a GPU
     if bool((a[~written] != 0xFF).any()):
         return f"{int((a[~written] != 0xFF).sum())} bytes written that should not be"
     if got.format == "fp32":
