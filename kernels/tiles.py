@@ -329,11 +329,11 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "moe_up_blocks": {
         "sm_120": (_blocks(8, nb=8, ahead=1, registers=128, stages=4),),
-        "sm_90": (_blocks(8, registers=128),),
+        "sm_90": (_blocks(8, registers=128, stages=3),),
     },
     "moe_down_blocks": {
         "sm_120": (_blocks(8, nb=8, ahead=1, registers=128, stages=4),),
-        "sm_90": (_blocks(8, registers=128),),
+        "sm_90": (_blocks(8, registers=128, stages=3),),
     },
     # W: warps, 16 tokens each.   L: spans of 16 channels that a program goes through, at most ADDED.
     "hyper_spread": {
@@ -364,7 +364,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "indexer_chunk_scores": {
         "sm_120": (_chunk(64, 2, stages=3, fp4=0), _chunk(64, 2, stages=3, warps=8)),
-        "sm_90": (_chunk(64, 2, stages=4, fp4=0), _chunk(64, 4, stages=3, warps=8)),
+        "sm_90": (_chunk(64, 2, stages=3, fp4=0), _chunk(64, 2, stages=3)),
     },
     "indexer_row_top_k": {
         "sm_120": (Tile({"TILE": 1024}, num_warps=4),),
