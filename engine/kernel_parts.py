@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "cache write": ("cache_write_kernel", "commit_window_kernel", "store_rows_kernel"),
     "indexer": ("query_kernel", "logits_kernel", "chunk_scores_kernel", "top_k_kernel", "row_top_k_kernel"),
     "attention": ("attention_kernel", "combine_kernel", "token_kernel", "shared_kernel"),
-    "gate": ("gate_kernel", "gate_beside_kernel", "route_kernel", "sort_kernel"),
+    "gate": ("gate_kernel", "gate_beside_kernel", "route_kernel", "expert_choice_kernel", "sort_kernel"),
     "routed experts": (
         "up_kernel",
         "down_kernel",

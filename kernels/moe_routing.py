@@ -33,7 +33,7 @@ from triton import next_power_of_2
 from kernels.expert_weights import to_pieces, to_products
 from kernels.moe import route
 from kernels.moe_route_triton import route_kernel
-from kernels.moe_sort_triton import choose_kernel, sort_kernel
+from kernels.moe_sort_triton import expert_choice_kernel, sort_kernel
 from kernels.scratch import zeros
 from kernels.tiles import Variant
 from kernels.triton_env import HAS_PDL, uses_triton
@@ -226,7 +226,7 @@ def _sort(
     (tokens, top_k), experts, size = out.ids.shape, out.first.shape[0], x.numel()
     counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
     choosing, sorting = _sort_constants(experts, top_k)
-    choose_kernel[(tokens + -(-size // _CONVERTED),)](
+    expert_choice_kernel[(tokens + -(-size // _CONVERTED),)](
         scores, bias, table, token_ids, sequence, out.ids, out.weights, counts, x, out.x, tokens, size, scaling,
         RAW=is_raw, **choosing, num_warps=1, num_stages=1,
     )  # fmt: skip
@@ -312,7 +312,11 @@ def rare_variants(arch: str) -> list[Variant]:
 
 def _sort_variants(*, rare: bool) -> list[Variant]:
     choosing, sorting = _sort_constants(256, 6)
-    signature = dict.fromkeys(choose_kernel.arg_names, "*i32") | {"tokens": "i32", "size": "i32", "scaling": "fp32"}
+    signature = dict.fromkeys(expert_choice_kernel.arg_names, "*i32") | {
+        "tokens": "i32",
+        "size": "i32",
+        "scaling": "fp32",
+    }
     signature |= dict.fromkeys(("scores_ptr", "bias_ptr", "weights_ptr"), "*fp32") | {"x_ptr": "*bf16"}
     signature |= dict.fromkeys(("table_ptr", "token_ids_ptr"), "*i64") | {"half_ptr": "*fp16"}
     found = []
@@ -325,7 +329,9 @@ def _sort_variants(*, rare: bool) -> list[Variant]:
                 fixed = dict.fromkeys([*absent, *([] if padded else ["sequence_ptr"])]) | choosing | {"RAW": is_raw}
                 own = {name: kind for name, kind in signature.items() if name not in fixed}
                 found.append(
-                    Variant(SORT_OP, choose_kernel, own, fixed, 1, 1, tensor_ops=(), unaligned=("tokens", "size"))
+                    Variant(
+                        SORT_OP, expert_choice_kernel, own, fixed, 1, 1, tensor_ops=(), unaligned=("tokens", "size")
+                    )
                 )
     if not rare:
         signature = dict.fromkeys(sort_kernel.arg_names, "*i32") | {"choices": "i32"}

@@ -15,7 +15,7 @@ from kernels.row_load import to_f16
 
 
 @triton.jit(do_not_specialize=["tokens", "size"])
-def choose_kernel(
+def expert_choice_kernel(
     scores_ptr, bias_ptr, table_ptr, token_ids_ptr, sequence_ptr, ids_ptr, weights_ptr, count_ptr, x_ptr, half_ptr,
     tokens, size, scaling,
     E: tl.constexpr, TOP_K: tl.constexpr, RAW: tl.constexpr, CONVERTED: tl.constexpr, WIDTH: tl.constexpr,
