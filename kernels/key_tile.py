@@ -32,15 +32,15 @@ def anew(x):
 
 
 @triton.jit
-def read_tile(at, scale_at, is_key, wrong, own, scale_own, D: tl.constexpr):
-    """Return (body, tail, scales, wrong) of located keys; of what is no key, or wrong, the row `own`.
+def read_tile(at, scale_at, is_key, wrong, own, D: tl.constexpr):
+    """Return (body, tail, scales, wrong) of located keys; of what is no key, or wrong, the row `own` times 0.
 
-    Every row is read, so no register needs a value in advance.   wrong: with those that have a scale beyond f16, too.
+    own: a row that the queries see.   Every row is read, so no register needs a value in advance.   wrong: with those that have a scale beyond f16, too.
     """
     G: tl.constexpr = D // 64
     readable = is_key & (wrong == 0)
     at = tl.where(readable, at, own)
-    scales = tl.load(tl.where(readable, scale_at, scale_own))
+    scales = tl.load(scale_at, mask=readable, other=0)
     # Bytes above 134, eight at a time: bit 7 is set, and adding 121 to the rest carries into it.
     high = (scales & 0x7F7F7F7F7F7F7F7F) + 0x7979797979797979
     wrong = wrong | ((high & scales & (0x0080808080808080 >> (64 - 8 * G))) != 0)

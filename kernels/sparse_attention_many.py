@@ -78,15 +78,18 @@ def attend_many(
     ring = key_rows(window)
     fresh = (None, None, 0, 0, 0) if new is None else key_rows(new)
     pool = (None, None, 0, 0, 0) if compressed is None else key_rows(compressed)
-    blocks = -(-tokens // constants.get("BLOCK_T", 1))
-    kernel = shared.shared_kernel if is_shared else own.token_kernel
+    kernel, blocks, counts = own.token_kernel, tokens, (0 if selected is None else selected.shape[1],)
+    if is_shared:
+        sequences = batch.slots.shape[0]
+        kernel, blocks = shared.shared_kernel, tokens // constants["BLOCK_T"] + sequences + 1
+        counts = (tokens, sequences)
     kernel[(blocks, -(-heads // constants["BLOCK_H"]))](
         q, out, lse, sink, turn,
         batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots, batch.block_table,
         *(() if is_shared else (selected,)),
         ring[0], ring[1], fresh[0], fresh[1], pool[0], pool[1],
         ring[2], ring[3], ring[4], fresh[2], fresh[4], pool[2], pool[3], pool[4],
-        scale_log2e, tokens if is_shared else 0 if selected is None else selected.shape[1],
+        scale_log2e, *counts,
         batch.block_table.shape[1], 0 if compressed is None else compressed.num_units, window.num_units,
         H=heads, D=dim, WINDOW=window.rows, RATIO=ratio if compressed is not None else 0,
         ROWS=1 if compressed is None else compressed.rows, PDL=pdl, **constants,

@@ -1,9 +1,11 @@
 """The kernel of sparse_attention_decode.py for steps of many tokens whose keys are alike: windows, and all entries.
 
-One program takes BLOCK_T tokens that follow one another, BLOCK_H heads each: R = BLOCK_T x BLOCK_H rows of queries, and
-all keys that any of them sees, BLOCK_N at a time, unpacked once. Tokens of several sequences take turns: a pass over
-a sequence's keys adds nothing to rows of others. A key that a row doesn't see has weight 0 there; mend (key_tile.py)
-keeps what is not finite to the rows that do see it.
+One program takes BLOCK_T tokens of a sequence, BLOCK_H heads each: R = BLOCK_T x BLOCK_H rows of queries, and all keys
+that any of them sees, BLOCK_N at a time, unpacked once. A key that a row doesn't see has weight 0 there; mend
+(key_tile.py) keeps what is not finite to the rows that do see it.
+
+Sequence s, whose first token is f, has the programs from f // BLOCK_T + s on: enough for it whatever its length, known
+without a sum over sequences, and some with nothing to do. What follows the last sequence, padding, counts as one more.
 
 Windows are read in tiles that begin at multiples of BLOCK_N, entries in tiles from 0: bits of a token depend neither
 on where a chunk begins nor on what else is in the batch.
@@ -25,7 +27,7 @@ from kernels.sparse_attention_triton import LN2, LOG2E, RAISE, turn_back
 INTEGERS = [
     *("stride_ring_u", "stride_ring_r", "stride_ring_su", "stride_new_u", "stride_new_su"),
     *("stride_pool_u", "stride_pool_r", "stride_pool_su"),
-    *("tokens", "table_width", "num_blocks", "num_slots"),
+    *("tokens", "sequences", "table_width", "num_blocks", "num_slots"),
 ]
 
 _TAIL = tl.constexpr(ROPE_CHANNELS)
@@ -76,106 +78,103 @@ def shared_kernel(
     positions_ptr, sequence_ptr, starts_ptr, query_start_ptr, slots_ptr, table_ptr,
     ring_ptr, ring_scale_ptr, new_ptr, new_scale_ptr, pool_ptr, pool_scale_ptr,
     stride_ring_u, stride_ring_r, stride_ring_su, stride_new_u, stride_new_su, stride_pool_u, stride_pool_r,
-    stride_pool_su, scale_log2e, tokens, table_width, num_blocks, num_slots,
+    stride_pool_su, scale_log2e, tokens, sequences, table_width, num_blocks, num_slots,
     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T tokens, BLOCK_H heads. Grid (blocks of tokens, blocks of heads). Rows are packed."""
+    """One program: BLOCK_T tokens, BLOCK_H heads. Grid (tokens // BLOCK_T + sequences + 1, blocks of heads)."""
     R: tl.constexpr = BLOCK_T * BLOCK_H
     NEW: tl.constexpr = new_ptr is not None
     POOL: tl.constexpr = pool_ptr is not None
-    begin = tl.program_id(0) * BLOCK_T
+    program = tl.program_id(0)
+    # Written before the step began, so not waited for.
+    sequence, above = 0, sequences + 1
+    while sequence + 1 < above:
+        middle = (sequence + above) // 2
+        is_there = tl.load(query_start_ptr + middle) // BLOCK_T + middle <= program
+        sequence, above = tl.where(is_there, middle, sequence), tl.where(is_there, above, middle)
+    first = tl.load(query_start_ptr + sequence)
+    behind = tl.load(query_start_ptr + sequence + 1, mask=sequence < sequences, other=tokens)
+    begin = first + (program - first // BLOCK_T - sequence) * BLOCK_T
+    known = tl.minimum(sequence, sequences - 1)
+    start, slot = tl.load(starts_ptr + known), tl.load(slots_ptr + known)
     r = tl.arange(0, R)
     t = begin + r // BLOCK_H
     h = tl.program_id(1) * BLOCK_H + r % BLOCK_H
-    is_row = (t < tokens) & (h < H)
-    # Written before the step began, so not waited for.
-    row_sequence = tl.load(sequence_ptr + t, mask=t < tokens, other=-1)
-    row_position = tl.load(positions_ptr + t, mask=t < tokens, other=-1)
+    own_sequence = tl.load(sequence_ptr + t, mask=t < behind, other=-1)
+    row_position = tl.load(positions_ptr + t, mask=t < behind, other=-1)
+    sees_any = (own_sequence == sequence) & (h < H)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     row = t.to(tl.int64) * H + h
-    q = load_queries(q_ptr + row * D, is_row & (row_sequence >= 0), R, D)
+    q = load_queries(q_ptr + row * D, sees_any, R, D)
     ring = (ring_ptr, ring_scale_ptr, stride_ring_u, stride_ring_r, stride_ring_su)
     new = (new_ptr, new_scale_ptr, stride_new_u, 0, stride_new_su)
     pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
+    position, last = start + begin - first, tl.max(tl.where(sees_any, row_position, -1), 0)
+    lowest = tl.maximum(position - (WINDOW - 1), 0)
+    base = lowest // BLOCK_N * BLOCK_N
+    window_tiles = tl.cdiv(last + 1 - base, BLOCK_N)
+    count = (last + 1) // RATIO if POOL else 0
+    tiles = tl.where(last < 0, 0, window_tiles + tl.cdiv(count, BLOCK_N))
+    run = (base, lowest, last, window_tiles, start, first, slot)
+    if NEW:
+        own = new_ptr + tl.minimum(begin, tokens - 1).to(tl.int64) * stride_new_u * 4
+    else:
+        unit = tl.minimum(tl.maximum(slot, 0), num_slots - 1).to(tl.int64)
+        own = ring_ptr + (unit * stride_ring_u + tl.maximum(last, 0) % WINDOW * stride_ring_r) * 4
+
+    entry = _entry(0, window_tiles, count, BLOCK_N)
+    block = look_up(entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
+    at, scale_at, is_key, wrong = _locate(
+        0, run, entry, block, ring, new, pool, num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL
+    )  # fmt: skip
+    body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
+    next_entry = _entry(1, window_tiles, count, BLOCK_N)
+    next_block = look_up(next_entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
     o = tl.zeros((R, D), tl.float32)
     once = tl.full((), 1, tl.int32)
     while once > 0:  # as in sparse_attention_token_triton.py, for q
-        for i in range(BLOCK_T):
-            token = begin + i
-            sequence = tl.load(sequence_ptr + token, mask=token < tokens, other=-1)
-            before = tl.load(sequence_ptr + token - 1, mask=(i > 0) & (token < tokens), other=-1)
-            begins = (sequence >= 0) & (sequence != before)
-            known = tl.maximum(sequence, 0)
-            position = tl.maximum(tl.load(positions_ptr + token, mask=token < tokens, other=0), 0)
-            is_own = row_sequence == sequence
-            last = tl.max(tl.where(is_own, row_position, position), 0)
-            start, first = tl.load(starts_ptr + known), tl.load(query_start_ptr + known)
-            slot = tl.load(slots_ptr + known)
-            lowest = tl.maximum(position - (WINDOW - 1), 0)
-            base = lowest // BLOCK_N * BLOCK_N
-            window_tiles = tl.cdiv(last + 1 - base, BLOCK_N)
-            count = (last + 1) // RATIO if POOL else 0
-            tiles = tl.where(begins, window_tiles + tl.cdiv(count, BLOCK_N), 0)
-            run = (base, lowest, last, window_tiles, start, first, slot)
-            if NEW:
-                own = new_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * stride_new_u * 4
-                scale_own = new_scale_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * stride_new_su
-            else:
-                unit = tl.minimum(tl.maximum(slot, 0), num_slots - 1).to(tl.int64)
-                own = ring_ptr + (unit * stride_ring_u + position % WINDOW * stride_ring_r) * 4
-                scale_own = ring_scale_ptr + unit * stride_ring_su + position % WINDOW
-
-            entry = _entry(0, window_tiles, count, BLOCK_N)
-            block = look_up(entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
+        for tile in range(tiles):
+            body, tail, scales, spoilt = mend(body, tail, scales, wrong)
+            k = unpack_tile(body, tail, scales, BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))
+            in_window = tile < window_tiles
+            x = tl.where(in_window, base + tile * BLOCK_N, (tile - window_tiles) * BLOCK_N) + tl.arange(0, BLOCK_N)
+            beyond = row_position + 1
+            oldest = tl.maximum(beyond - WINDOW, 0)
+            if POOL:
+                beyond = tl.where(in_window, beyond, beyond // RATIO)
+                oldest = tl.where(in_window, oldest, 0)
+            beyond = tl.where(sees_any, beyond, 0)
+            sees = (x[None, :] >= oldest[:, None]) & (x[None, :] < beyond[:, None])
+            s = tl.where(sees, s * scale_log2e + tl.where(spoilt, float("nan"), 0.0)[None, :], -float("inf"))
+            higher = tl.maximum(top, tl.max(s, 1))
+            shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: weights must be 0, not NaN
+            fade = tl.exp2(top - shift)
+            p = tl.exp2(s - (shift - RAISE)[:, None])
+            top = higher
+            total = total * fade + tl.sum(p, 1)
+            weight = p.to(tl.float16)
+            # Blocks two tiles ahead, rows one: no load waits for another.
             at, scale_at, is_key, wrong = _locate(
-                0, run, entry, block, ring, new, pool, num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL
+                tile + 1, run, _entry(tile + 1, window_tiles, count, BLOCK_N), next_block, ring, new, pool,
+                num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL,
             )  # fmt: skip
-            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, scale_own, D)
-            next_entry = _entry(1, window_tiles, count, BLOCK_N)
+            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
+            next_entry = _entry(tile + 2, window_tiles, count, BLOCK_N)
             next_block = look_up(next_entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
-            for tile in range(tiles):
-                body, tail, scales, spoilt = mend(body, tail, scales, wrong)
-                k = unpack_tile(body, tail, scales, BLOCK_N, D)
-                s = tl.dot(q, tl.trans(k))
-                in_window = tile < window_tiles
-                x = tl.where(in_window, base + tile * BLOCK_N, (tile - window_tiles) * BLOCK_N)
-                x += tl.arange(0, BLOCK_N)
-                beyond = row_position + 1
-                oldest = tl.maximum(beyond - WINDOW, 0)
-                if POOL:
-                    beyond = tl.where(in_window, beyond, beyond // RATIO)
-                    oldest = tl.where(in_window, oldest, 0)
-                beyond = tl.where(is_own, beyond, 0)
-                sees = (x[None, :] >= oldest[:, None]) & (x[None, :] < beyond[:, None])
-                s = tl.where(sees, s * scale_log2e + tl.where(spoilt, float("nan"), 0.0)[None, :], -float("inf"))
-                higher = tl.maximum(top, tl.max(s, 1))
-                shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: weights must be 0, not NaN
-                fade = tl.exp2(top - shift)
-                p = tl.exp2(s - (shift - RAISE)[:, None])
-                top = higher
-                total = total * fade + tl.sum(p, 1)
-                weight = p.to(tl.float16)
-                # Blocks two tiles ahead, rows one: no load waits for another.
-                at, scale_at, is_key, wrong = _locate(
-                    tile + 1, run, _entry(tile + 1, window_tiles, count, BLOCK_N), next_block, ring, new, pool,
-                    num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL,
-                )  # fmt: skip
-                body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, scale_own, D)
-                next_entry = _entry(tile + 2, window_tiles, count, BLOCK_N)
-                next_block = look_up(next_entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
-                o = tl.dot(weight, k, o * fade[:, None])
+            o = tl.dot(weight, k, o * fade[:, None])
         q = tl.zeros((R, D), tl.float16)
         once = tl.full((), 0, tl.int32)
 
     r = anew(r)
     t, h = begin + r // BLOCK_H, tl.program_id(1) * BLOCK_H + r % BLOCK_H
-    is_row = (t < tokens) & (h < H)
+    is_row = (t < behind) & (h < H)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h, mask=h < H, other=0.0).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)

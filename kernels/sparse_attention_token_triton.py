@@ -62,12 +62,10 @@ def token_kernel(
     pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
     if NEW:
         own = new_ptr + token.to(tl.int64) * stride_new_u * 4
-        scale_own = new_scale_ptr + token.to(tl.int64) * stride_new_su
     else:
         slot = tl.minimum(tl.maximum(place[3], 0), num_slots - 1).to(tl.int64)
         place_in_ring = tl.maximum(position, 0) % WINDOW
         own = ring_ptr + (slot * stride_ring_u + place_in_ring * stride_ring_r) * 4
-        scale_own = ring_scale_ptr + slot * stride_ring_su + place_in_ring
     n = tl.arange(0, BLOCK_N)
     entry = pick(n, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
     next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
@@ -77,7 +75,7 @@ def token_kernel(
     at, scale_at, is_key, wrong = locate(
         n, end, entry, block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
     )  # fmt: skip
-    body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, scale_own, D)
+    body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
     verdict = verdict_of(is_key, wrong, BLOCK_N)
 
     row = token.to(tl.int64) * H + h
@@ -95,7 +93,7 @@ def token_kernel(
             at, scale_at, is_key, wrong = locate(
                 n, end, next_entry, next_block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
             )  # fmt: skip
-            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, scale_own, D)
+            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
             verdict = verdict_of(is_key, wrong, BLOCK_N)
             next_block = look_up(third_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
             next_entry = third_entry
