@@ -78,12 +78,12 @@ def attend_many(
     ring = key_rows(window)
     fresh = (None, None, 0, 0, 0) if new is None else key_rows(new)
     pool = (None, None, 0, 0, 0) if compressed is None else key_rows(compressed)
-    kernel, blocks, counts = own.token_kernel, tokens, (0 if selected is None else selected.shape[1],)
+    kernel, grid, counts = own.token_kernel, (tokens, 1), (0 if selected is None else selected.shape[1],)
     if is_shared:
         sequences = batch.slots.shape[0]
-        kernel, blocks = shared.shared_kernel, tokens // constants["BLOCK_T"] + sequences + 1
+        kernel, grid = shared.shared_kernel, (2, tokens // constants["BLOCK_T"] + sequences + 1)
         counts = (tokens, sequences)
-    kernel[(blocks, -(-heads // constants["BLOCK_H"]))](
+    kernel[(*grid, -(-heads // constants["BLOCK_H"]))](
         q, out, lse, sink, turn,
         batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots, batch.block_table,
         *(() if is_shared else (selected,)),

@@ -1,8 +1,9 @@
 """The kernel of sparse_attention_decode.py for steps of many tokens whose keys are alike: windows, and all entries.
 
 One program takes BLOCK_T tokens of a sequence, BLOCK_H heads each: R = BLOCK_T x BLOCK_H rows of queries, and all keys
-that any of them sees, BLOCK_N at a time, unpacked once. A key that a row doesn't see has weight 0 there; mend
-(key_tile.py) keeps what is not finite to the rows that do see it.
+that any of them sees, BLOCK_N at a time, unpacked once. It gives one half of the channels: registers hold no more, and
+what two programs do twice, scores, two warp groups of one would, too. A key that a row doesn't see has weight 0 there,
+which does not silence a NaN: a row that holds one is taken for zeros and gives scores of NaN.
 
 Sequence s, whose first token is f, has the programs from f // BLOCK_T + s on: enough for it whatever its length, known
 without a sum over sequences, and some with nothing to do. What follows the last sequence, padding, counts as one more.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.key_tile import anew, load_queries, mend, read_tile, unpack_tile
+from kernels.key_tile import anew, has_nan, is_beyond_f16, load_queries, read_codes, read_tail, settle, unpack_keys
 from kernels.row_load import look_up
 from kernels.rows import ROPE_CHANNELS
 from kernels.sparse_attention_triton import LN2, LOG2E, RAISE, turn_back
@@ -82,11 +83,12 @@ def shared_kernel(
     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T tokens, BLOCK_H heads. Grid (tokens // BLOCK_T + sequences + 1, blocks of heads)."""
+    """One program: half the channels of BLOCK_T tokens, BLOCK_H heads. Grid (2, blocks of tokens, blocks of heads)."""
     R: tl.constexpr = BLOCK_T * BLOCK_H
     NEW: tl.constexpr = new_ptr is not None
     POOL: tl.constexpr = pool_ptr is not None
-    program = tl.program_id(0)
+    G: tl.constexpr = D // 128
+    first_g, program = tl.program_id(0) * G, tl.program_id(1)
     # Written before the step began, so not waited for.
     sequence, above = 0, sequences + 1
     while sequence + 1 < above:
@@ -100,7 +102,7 @@ def shared_kernel(
     start, slot = tl.load(starts_ptr + known), tl.load(slots_ptr + known)
     r = tl.arange(0, R)
     t = begin + r // BLOCK_H
-    h = tl.program_id(1) * BLOCK_H + r % BLOCK_H
+    h = tl.program_id(2) * BLOCK_H + r % BLOCK_H
     own_sequence = tl.load(sequence_ptr + t, mask=t < behind, other=-1)
     row_position = tl.load(positions_ptr + t, mask=t < behind, other=-1)
     sees_any = (own_sequence == sequence) & (h < H)
@@ -109,7 +111,8 @@ def shared_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     row = t.to(tl.int64) * H + h
-    q = load_queries(q_ptr + row * D, sees_any, R, D)
+    q = load_queries(q_ptr + row * D + first_g * 64, sees_any, R, G * 64)
+    q_others = load_queries(q_ptr + row * D + (G - first_g) * 64, sees_any, R, G * 64)
     ring = (ring_ptr, ring_scale_ptr, stride_ring_u, stride_ring_r, stride_ring_su)
     new = (new_ptr, new_scale_ptr, stride_new_u, 0, stride_new_su)
     pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
@@ -131,18 +134,23 @@ def shared_kernel(
     at, scale_at, is_key, wrong = _locate(
         0, run, entry, block, ring, new, pool, num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL
     )  # fmt: skip
-    body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
+    at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
+    mine, others, tail = read_codes(at, first_g, G, D), read_codes(at, G - first_g, G, D), read_tail(at, D)
     next_entry = _entry(1, window_tiles, count, BLOCK_N)
     next_block = look_up(next_entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
-    o = tl.zeros((R, D), tl.float32)
+    o = tl.zeros((R, G * 64), tl.float32)
     once = tl.full((), 1, tl.int32)
     while once > 0:  # as in sparse_attention_token_triton.py, for q
         for tile in range(tiles):
-            body, tail, scales, spoilt = mend(body, tail, scales, wrong)
-            k = unpack_tile(body, tail, scales, BLOCK_N, D)
-            s = tl.dot(q, tl.trans(k))
+            spoilt = wrong | has_nan(mine) | has_nan(others) | is_beyond_f16(tail)
+            whole = tl.where(spoilt, 0, -1)[:, None, None]
+            mine, others, tail, scales = mine & whole, others & whole, tail & whole, tl.where(spoilt, 0, scales)
+            k = unpack_keys(mine, tail, scales, first_g, BLOCK_N, G, D)
+            k_others = unpack_keys(others, tail, scales, G - first_g, BLOCK_N, G, D)
+            s = tl.dot(q_others, tl.trans(k_others))
+            s = tl.dot(q, tl.trans(k), s)
             in_window = tile < window_tiles
             x = tl.where(in_window, base + tile * BLOCK_N, (tile - window_tiles) * BLOCK_N) + tl.arange(0, BLOCK_N)
             beyond = row_position + 1
@@ -165,15 +173,17 @@ def shared_kernel(
                 tile + 1, run, _entry(tile + 1, window_tiles, count, BLOCK_N), next_block, ring, new, pool,
                 num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL,
             )  # fmt: skip
-            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
+            at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
+            mine, others, tail = read_codes(at, first_g, G, D), read_codes(at, G - first_g, G, D), read_tail(at, D)
             next_entry = _entry(tile + 2, window_tiles, count, BLOCK_N)
             next_block = look_up(next_entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
             o = tl.dot(weight, k, o * fade[:, None])
-        q = tl.zeros((R, D), tl.float16)
+        q = tl.zeros((R, G * 64), tl.float16)
+        q_others = tl.zeros((R, G * 64), tl.float16)
         once = tl.full((), 0, tl.int32)
 
     r = anew(r)
-    t, h = begin + r // BLOCK_H, tl.program_id(1) * BLOCK_H + r % BLOCK_H
+    t, h = begin + r // BLOCK_H, tl.program_id(2) * BLOCK_H + r % BLOCK_H
     is_row = (t < behind) & (h < H)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h, mask=h < H, other=0.0).to(tl.float32) * LOG2E
@@ -186,14 +196,18 @@ def shared_kernel(
     if sink_ptr is not None:
         total += tl.exp2(sink - shift + RAISE)
     o *= tl.where(total == 0.0, 0.0, fade / total)[:, None]
-    if rotation_ptr is not None:
-        turned = 2 * tl.arange(0, D // 2)[None, :] - (D - _TAIL)
-        turn = rotation_ptr + t[:, None] * _TAIL + turned
-        is_turned = is_row[:, None] & (turned >= 0)
-        cos = tl.load(turn, mask=is_turned, other=1.0)
-        o = turn_back(o, cos, tl.load(turn + 1, mask=is_turned, other=0.0), R, D)
     row = t.to(tl.int64) * H + h
-    to = out_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(to, o.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    to = out_ptr + (row * D + first_g * 64)[:, None]
+    for _ in tl.static_range(4):
+        if o.shape[1] > _TAIL:
+            low, o = tl.split(tl.permute(tl.reshape(o, (R, 2, o.shape[1] // 2)), (0, 2, 1)))
+            tl.store(to + tl.arange(0, low.shape[1])[None, :], low.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+            to += low.shape[1]
+    if rotation_ptr is not None:
+        turn = rotation_ptr + t[:, None] * _TAIL + 2 * tl.arange(0, _TAIL // 2)[None, :]
+        is_turned = is_row[:, None] & (first_g == G)
+        cos = tl.load(turn, mask=is_turned, other=1.0)
+        o = turn_back(o, cos, tl.load(turn + 1, mask=is_turned, other=0.0), R, _TAIL)
+    tl.store(to + tl.arange(0, _TAIL)[None, :], o.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, (shift - RAISE + tl.log2(total)) * LN2, mask=is_row)
+        tl.store(lse_ptr + row, (shift - RAISE + tl.log2(total)) * LN2, mask=is_row & (first_g == 0))

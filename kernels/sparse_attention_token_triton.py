@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.key_tile import anew, load_queries, read_tile, unpack_tile, verdict_of
+from kernels.key_tile import anew, load_queries, read_codes, read_tail, settle, unpack_keys, verdict_of
 from kernels.row_load import locate, look_up, pick
 from kernels.rows import ROPE_CHANNELS
 from kernels.sparse_attention_triton import LN2, LOG2E, RAISE, turn_back
@@ -37,12 +37,12 @@ def token_kernel(
     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_H heads of a token. Grid (tokens, blocks of heads). Rows are packed."""
+    """One program: BLOCK_H heads of a token. Grid (tokens, 1, blocks of heads). Rows are packed."""
     POOL: tl.constexpr = pool_ptr is not None
     NEW: tl.constexpr = new_ptr is not None
     SELECTED: tl.constexpr = selected_ptr is not None
     token = tl.program_id(0)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = h < H
     # Written before the step began, so not waited for.
     sequence = tl.load(sequence_ptr + token)
@@ -69,13 +69,13 @@ def token_kernel(
     n = tl.arange(0, BLOCK_N)
     entry = pick(n, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
     next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
-    third_entry = pick(n + 2 * BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
     block = look_up(entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
     next_block = look_up(next_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
     at, scale_at, is_key, wrong = locate(
         n, end, entry, block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
     )  # fmt: skip
-    body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
+    at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
+    codes, tail = read_codes(at, 0, D // 64, D), read_tail(at, D)
     verdict = verdict_of(is_key, wrong, BLOCK_N)
 
     row = token.to(tl.int64) * H + h
@@ -84,20 +84,19 @@ def token_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)
     o = tl.zeros((D, BLOCK_H), tl.float32)
     for _ in range(tl.cdiv(end, BLOCK_N)):
-        k = unpack_tile(body, tail, scales, BLOCK_N, D)
-        turn = tl.full((), 1, tl.int32)
-        while turn > 0:
+        k = unpack_keys(codes, tail, scales, 0, BLOCK_N, D // 64, D)
+        once = tl.full((), 1, tl.int32)
+        while once > 0:
             s = (tl.dot(k, q) + verdict[:, None]) * scale_log2e
-            # Entries three tiles ahead, blocks two, rows one: no load waits for another.
+            # Rows of the next tile, entries of the one behind it, and their blocks at the end: no load waits for another.
             n += BLOCK_N
             at, scale_at, is_key, wrong = locate(
                 n, end, next_entry, next_block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
             )  # fmt: skip
-            body, tail, scales, wrong = read_tile(at, scale_at, is_key, wrong, own, D)
+            at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
+            codes, tail = read_codes(at, 0, D // 64, D), read_tail(at, D)
             verdict = verdict_of(is_key, wrong, BLOCK_N)
-            next_block = look_up(third_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
-            next_entry = third_entry
-            third_entry = pick(n + 2 * BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
+            next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
             higher = tl.maximum(top, tl.max(s, 0))
             shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: exp2(-inf - shift) must be 0, not NaN
             fade = tl.exp2(top - shift)
@@ -105,8 +104,9 @@ def token_kernel(
             top = higher
             total = total * fade + tl.sum(p, 0)
             o = tl.dot(tl.trans(k), p.to(tl.float16), o * fade[None, :])
+            next_block = look_up(next_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
             k = tl.zeros((BLOCK_N, D), tl.float16)
-            turn = tl.full((), 0, tl.int32)
+            once = tl.full((), 0, tl.int32)
 
     h = anew(h)
     is_head = h < H
