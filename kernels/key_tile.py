@@ -26,7 +26,7 @@ def load_queries(at, is_query, R: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def anew(x):
-    """Return integers x as something that is computed from here on, not before a loop and kept in registers."""
+    """Return an integer x as something that is computed from here on, not before a loop and kept in registers."""
     if not _PLAIN:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     return x

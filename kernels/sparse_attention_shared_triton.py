@@ -43,25 +43,19 @@ def _entry(tile, window_tiles, count, N: tl.constexpr):
 
 @triton.jit
 def _locate(
-    tile, run, entry, block, ring, new, pool, num_blocks, num_slots,
-    N: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, POOL: tl.constexpr,
+    tile, run, entry, block, ring, new, pool, num_blocks,
+    N: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     """Return where the keys of a tile lie, as row_load.locate does: row pointers, scale pointers, is_key, wrong."""
-    base, lowest, last, window_tiles, start, first, slot = run
-    values, scales, stride_u, stride_r, stride_su = ring
+    base, lowest, last, window_tiles, start, safe = run
+    values, scales, stride_r = ring
+    new_values, new_scales, stride_n, stride_sn = new
     x = base + tile * N + tl.arange(0, N)
     is_key = (x >= lowest) & (x <= tl.where(tile < window_tiles, last, -1))
-    row = x % WINDOW
-    at = values + (slot.to(tl.int64) * stride_u + row * stride_r) * 4
-    scale_at = scales + (slot.to(tl.int64) * stride_su + row)
-    first_new = last + 1
-    if NEW:
-        first_new = start
-        values, scales, stride_u, stride_r, stride_su = new
-        unit = (first + x - start).to(tl.int64)
-        at = tl.where(x >= start, values + unit * stride_u * 4, at)
-        scale_at = tl.where(x >= start, scales + unit * stride_su, scale_at)
-    wrong = is_key & (x < tl.where((slot < 0) | (slot >= num_slots), first_new, -1))
+    is_new = x >= start
+    at = tl.where(is_new, new_values + x.to(tl.int64) * stride_n * 4, values + x % WINDOW * stride_r * 4)
+    scale_at = tl.where(is_new, new_scales + x.to(tl.int64) * stride_sn, scales + x % WINDOW)
+    wrong = is_key & (x < safe)
     if POOL:
         values, scales, stride_u, stride_r, stride_su = pool
         is_entry = entry >= 0
@@ -85,7 +79,6 @@ def shared_kernel(
 ):  # fmt: skip
     """One program: half the channels of BLOCK_T tokens, BLOCK_H heads. Grid (2, blocks of tokens, blocks of heads)."""
     R: tl.constexpr = BLOCK_T * BLOCK_H
-    NEW: tl.constexpr = new_ptr is not None
     POOL: tl.constexpr = pool_ptr is not None
     G: tl.constexpr = D // 128
     first_g, program = tl.program_id(0) * G, tl.program_id(1)
@@ -113,8 +106,14 @@ def shared_kernel(
     row = t.to(tl.int64) * H + h
     q = load_queries(q_ptr + row * D + first_g * 64, sees_any, R, G * 64)
     q_others = load_queries(q_ptr + row * D + (G - first_g) * 64, sees_any, R, G * 64)
-    ring = (ring_ptr, ring_scale_ptr, stride_ring_u, stride_ring_r, stride_ring_su)
-    new = (new_ptr, new_scale_ptr, stride_new_u, 0, stride_new_su)
+    # Where position 0 of the ring is, and where it were among the new rows.
+    before = (first - start).to(tl.int64)
+    ring = (
+        ring_ptr + slot.to(tl.int64) * stride_ring_u * 4, ring_scale_ptr + slot.to(tl.int64) * stride_ring_su, stride_ring_r
+    )  # fmt: skip
+    new = (new_ptr + before * stride_new_u * 4, new_scale_ptr + before * stride_new_su, stride_new_u, stride_new_su)
+    # The first position whose row is there.
+    safe = tl.where((slot < 0) | (slot >= num_slots), start, 0)
     pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
     position, last = start + begin - first, tl.max(tl.where(sees_any, row_position, -1), 0)
     lowest = tl.maximum(position - (WINDOW - 1), 0)
@@ -122,17 +121,12 @@ def shared_kernel(
     window_tiles = tl.cdiv(last + 1 - base, BLOCK_N)
     count = (last + 1) // RATIO if POOL else 0
     tiles = tl.where(last < 0, 0, window_tiles + tl.cdiv(count, BLOCK_N))
-    run = (base, lowest, last, window_tiles, start, first, slot)
-    if NEW:
-        own = new_ptr + tl.minimum(begin, tokens - 1).to(tl.int64) * stride_new_u * 4
-    else:
-        unit = tl.minimum(tl.maximum(slot, 0), num_slots - 1).to(tl.int64)
-        own = ring_ptr + (unit * stride_ring_u + tl.maximum(last, 0) % WINDOW * stride_ring_r) * 4
-
+    run = (base, lowest, last, window_tiles, start, safe)
+    own = new_ptr + tl.minimum(begin, tokens - 1).to(tl.int64) * stride_new_u * 4
     entry = _entry(0, window_tiles, count, BLOCK_N)
     block = look_up(entry, known, last, table_ptr, table_width, RATIO, ROWS, POOL)
     at, scale_at, is_key, wrong = _locate(
-        0, run, entry, block, ring, new, pool, num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL
+        0, run, entry, block, ring, new, pool, num_blocks, BLOCK_N, WINDOW, ROWS, POOL
     )  # fmt: skip
     at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
     mine, others, tail = read_codes(at, first_g, G, D), read_codes(at, G - first_g, G, D), read_tail(at, D)
@@ -171,7 +165,7 @@ def shared_kernel(
             # Blocks two tiles ahead, rows one: no load waits for another.
             at, scale_at, is_key, wrong = _locate(
                 tile + 1, run, _entry(tile + 1, window_tiles, count, BLOCK_N), next_block, ring, new, pool,
-                num_blocks, num_slots, BLOCK_N, WINDOW, ROWS, NEW, POOL,
+                num_blocks, BLOCK_N, WINDOW, ROWS, POOL,
             )  # fmt: skip
             at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
             mine, others, tail = read_codes(at, first_g, G, D), read_codes(at, G - first_g, G, D), read_tail(at, D)
@@ -182,8 +176,7 @@ def shared_kernel(
         q_others = tl.zeros((R, G * 64), tl.float16)
         once = tl.full((), 0, tl.int32)
 
-    r = anew(r)
-    t, h = begin + r // BLOCK_H, tl.program_id(2) * BLOCK_H + r % BLOCK_H
+    t, h = anew(begin) + r // BLOCK_H, anew(tl.program_id(2)) * BLOCK_H + r % BLOCK_H
     is_row = (t < behind) & (h < H)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h, mask=h < H, other=0.0).to(tl.float32) * LOG2E

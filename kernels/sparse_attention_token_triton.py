@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.key_tile import anew, load_queries, read_codes, read_tail, settle, unpack_keys, verdict_of
-from kernels.row_load import locate, look_up, pick
+from kernels.row_load import look_up, pick
 from kernels.rows import ROPE_CHANNELS
 from kernels.sparse_attention_triton import LN2, LOG2E, RAISE, turn_back
 
@@ -27,10 +27,34 @@ INTEGERS = [
 _TAIL = tl.constexpr(ROPE_CHANNELS)
 
 
+@triton.jit
+def _locate(
+    n, end, entry, block, position, start, safe, ring, new, pool, num_blocks,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, POOL: tl.constexpr,
+):  # fmt: skip
+    """Return where keys n [N] lie, as row_load.locate does: row pointers, scale pointers, is_key, wrong."""
+    values, scales, stride_r = ring
+    new_values, new_scales, stride_n, stride_sn = new
+    x = position - (WINDOW - 1) + n
+    is_key = (n < WINDOW) & (n < end) & (x >= 0)
+    is_new = x >= start
+    at = tl.where(is_new, new_values + x.to(tl.int64) * stride_n * 4, values + x % WINDOW * stride_r * 4)
+    scale_at = tl.where(is_new, new_scales + x.to(tl.int64) * stride_sn, scales + x % WINDOW)
+    wrong = is_key & (x < safe)
+    if POOL:
+        values, scales, stride_u, stride_r, stride_su = pool
+        is_entry = entry >= 0
+        at = tl.where(is_entry, values + (block.to(tl.int64) * stride_u + entry % ROWS * stride_r) * 4, at)
+        scale_at = tl.where(is_entry, scales + (block.to(tl.int64) * stride_su + entry % ROWS), scale_at)
+        is_key = is_key | is_entry
+        wrong = wrong | (is_entry & ((block < 0) | (block >= num_blocks)))
+    return at, scale_at, is_key, wrong
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def token_kernel(
     q_ptr, out_ptr, lse_ptr, sink_ptr, rotation_ptr,
-    positions_ptr, sequence_ptr, starts_ptr, query_start_ptr, slots_ptr, table_ptr, selected_ptr,
+    positions_ptr, sequence_ptr, starts_ptr, slots_ptr, table_ptr, selected_ptr,
     ring_ptr, ring_scale_ptr, new_ptr, new_scale_ptr, pool_ptr, pool_scale_ptr,
     stride_ring_u, stride_ring_r, stride_ring_su, stride_new_u, stride_new_su, stride_pool_u, stride_pool_r,
     stride_pool_su, scale_log2e, width, table_width, num_blocks, num_slots,
@@ -39,7 +63,6 @@ def token_kernel(
 ):  # fmt: skip
     """One program: BLOCK_H heads of a token. Grid (tokens, 1, blocks of heads). Rows are packed."""
     POOL: tl.constexpr = pool_ptr is not None
-    NEW: tl.constexpr = new_ptr is not None
     SELECTED: tl.constexpr = selected_ptr is not None
     token = tl.program_id(0)
     h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -48,7 +71,16 @@ def token_kernel(
     sequence = tl.load(sequence_ptr + token)
     position = tl.load(positions_ptr + token)
     known = tl.maximum(sequence, 0)
-    place = (position, tl.load(starts_ptr + known), tl.load(query_start_ptr + known), tl.load(slots_ptr + known))
+    start, slot = tl.load(starts_ptr + known), tl.load(slots_ptr + known)
+    # Where position 0 of the ring is, and where it were among the new rows.
+    ring_ptr += slot.to(tl.int64) * stride_ring_u * 4
+    ring_scale_ptr += slot.to(tl.int64) * stride_ring_su
+    own = new_ptr + token.to(tl.int64) * stride_new_u * 4
+    before = (token - position).to(tl.int64)
+    new_ptr += before * stride_new_u * 4
+    new_scale_ptr += before * stride_new_su
+    # The first position whose row is there.
+    safe = tl.where((slot < 0) | (slot >= num_slots), start, 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -57,22 +89,16 @@ def token_kernel(
     if not SELECTED:
         keys = WINDOW + (position + 1) // RATIO if POOL else WINDOW
     end = tl.where(sequence >= 0, keys, 0)
-    ring = (ring_ptr, ring_scale_ptr, stride_ring_u, stride_ring_r, stride_ring_su)
-    new = (new_ptr, new_scale_ptr, stride_new_u, 0, stride_new_su)
+    ring = (ring_ptr, ring_scale_ptr, stride_ring_r)
+    new = (new_ptr, new_scale_ptr, stride_new_u, stride_new_su)
     pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
-    if NEW:
-        own = new_ptr + token.to(tl.int64) * stride_new_u * 4
-    else:
-        slot = tl.minimum(tl.maximum(place[3], 0), num_slots - 1).to(tl.int64)
-        place_in_ring = tl.maximum(position, 0) % WINDOW
-        own = ring_ptr + (slot * stride_ring_u + place_in_ring * stride_ring_r) * 4
     n = tl.arange(0, BLOCK_N)
     entry = pick(n, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
     next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
     block = look_up(entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
     next_block = look_up(next_entry, known, position, table_ptr, table_width, RATIO, ROWS, POOL)
-    at, scale_at, is_key, wrong = locate(
-        n, end, entry, block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
+    at, scale_at, is_key, wrong = _locate(
+        n, end, entry, block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
     )  # fmt: skip
     at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
     codes, tail = read_codes(at, 0, D // 64, D), read_tail(at, D)
@@ -90,8 +116,8 @@ def token_kernel(
             s = (tl.dot(k, q) + verdict[:, None]) * scale_log2e
             # Rows of the next tile, entries of the one behind it, and their blocks at the end: no load waits for another.
             n += BLOCK_N
-            at, scale_at, is_key, wrong = locate(
-                n, end, next_entry, next_block, place, ring, new, pool, num_blocks, num_slots, WINDOW, ROWS, NEW, POOL, 4
+            at, scale_at, is_key, wrong = _locate(
+                n, end, next_entry, next_block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
             )  # fmt: skip
             at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
             codes, tail = read_codes(at, 0, D // 64, D), read_tail(at, D)
@@ -108,7 +134,7 @@ def token_kernel(
             k = tl.zeros((BLOCK_N, D), tl.float16)
             once = tl.full((), 0, tl.int32)
 
-    h = anew(h)
+    token, h = anew(token), anew(tl.program_id(2)) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = h < H
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h, mask=is_head, other=0.0).to(tl.float32) * LOG2E
