@@ -49,8 +49,10 @@ def settle(at, scale_at, is_key, wrong, own, D: tl.constexpr):
 @triton.jit
 def read_codes(at, first, G: tl.constexpr, D: tl.constexpr):
     """Return words of four codes [N, G, 16]; in place of the last group of a row, the tail's, the one before it."""
-    g = tl.minimum(first + tl.arange(0, G), D // 64 - 2)
-    return tl.load(at[:, None, None] + (g[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :])
+    g = tl.arange(0, G)
+    back = tl.where(g == G - 1, first // (D // 64 - G), 0) if G < D // 64 else tl.where(g == G - 1, 1, 0)
+    word = (first * 16 + (g - back)[:, None] * 16) + tl.arange(0, 16)[None, :]
+    return tl.load(at[:, None, None] + word[None, :, :])
 
 
 @triton.jit

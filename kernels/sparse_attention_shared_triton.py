@@ -97,8 +97,8 @@ def shared_kernel(
     t = begin + r // BLOCK_H
     h = tl.program_id(2) * BLOCK_H + r % BLOCK_H
     own_sequence = tl.load(sequence_ptr + t, mask=t < behind, other=-1)
-    row_position = tl.load(positions_ptr + t, mask=t < behind, other=-1)
     sees_any = (own_sequence == sequence) & (h < H)
+    row_position = tl.load(positions_ptr + t, mask=sees_any, other=-1)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -115,7 +115,7 @@ def shared_kernel(
     # The first position whose row is there.
     safe = tl.where((slot < 0) | (slot >= num_slots), start, 0)
     pool = (pool_ptr, pool_scale_ptr, stride_pool_u, stride_pool_r, stride_pool_su)
-    position, last = start + begin - first, tl.max(tl.where(sees_any, row_position, -1), 0)
+    position, last = start + begin - first, tl.max(row_position, 0)
     lowest = tl.maximum(position - (WINDOW - 1), 0)
     base = lowest // BLOCK_N * BLOCK_N
     window_tiles = tl.cdiv(last + 1 - base, BLOCK_N)
@@ -145,15 +145,13 @@ def shared_kernel(
             k_others = unpack_keys(others, tail, scales, G - first_g, BLOCK_N, G, D)
             s = tl.dot(q_others, tl.trans(k_others))
             s = tl.dot(q, tl.trans(k), s)
+            # The last position of what a key stands for, and how far back a token sees.
             in_window = tile < window_tiles
             x = tl.where(in_window, base + tile * BLOCK_N, (tile - window_tiles) * BLOCK_N) + tl.arange(0, BLOCK_N)
-            beyond = row_position + 1
-            oldest = tl.maximum(beyond - WINDOW, 0)
+            reach = tl.where(in_window, WINDOW, 1 << 30)
             if POOL:
-                beyond = tl.where(in_window, beyond, beyond // RATIO)
-                oldest = tl.where(in_window, oldest, 0)
-            beyond = tl.where(sees_any, beyond, 0)
-            sees = (x[None, :] >= oldest[:, None]) & (x[None, :] < beyond[:, None])
+                x = tl.where(in_window, x, x * RATIO + (RATIO - 1))
+            sees = (x[None, :] <= row_position[:, None]) & (x[None, :] > (row_position - reach)[:, None])
             s = tl.where(sees, s * scale_log2e + tl.where(spoilt, float("nan"), 0.0)[None, :], -float("inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing yet: weights must be 0, not NaN
