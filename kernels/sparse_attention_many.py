@@ -75,15 +75,16 @@ def attend_many(
     constants = block_of(tile, heads)
     is_shared = "R" in tile.constants
     if new is None or (is_shared and selected is not None):
-        raise ValueError(f"a tile for {'keys that tokens share' if is_shared else 'many tokens'}: wanted this step's "
-                         f"rows in `new`, no selection for keys shared")  # fmt: skip
+        what = "keys that tokens share" if is_shared else "many tokens"
+        raise ValueError(f"a tile for {what}: wanted this step's rows in `new`, and no selection where keys are shared")
     ring, fresh = key_rows(window), key_rows(new)
     pool = (None, None, 0, 0, 0) if compressed is None else key_rows(compressed)
-    kernel, grid, counts = own.token_kernel, (tokens, 1), (0 if selected is None else selected.shape[1],)
+    kernel, grid = own.token_kernel, (tokens, 1)
+    counts = [0 if selected is None else selected.shape[1]]
     if is_shared:
         sequences = batch.slots.shape[0]
         kernel, grid = shared.shared_kernel, (2, tokens // constants["BLOCK_T"] + sequences + 1)
-        counts = (tokens, sequences)
+        counts = [tokens, sequences]
     kernel[(*grid, -(-heads // constants["BLOCK_H"]))](
         q, out, lse, sink, turn,
         batch.positions, batch.sequence, batch.starts, *((batch.query_start,) if is_shared else ()), batch.slots,

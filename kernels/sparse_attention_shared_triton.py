@@ -108,9 +108,9 @@ def shared_kernel(
     q_others = load_queries(q_ptr + row * D + (G - first_g) * 64, sees_any, R, G * 64)
     # Where position 0 of the ring is, and where it were among the new rows.
     before = (first - start).to(tl.int64)
-    ring = (
-        ring_ptr + slot.to(tl.int64) * stride_ring_u * 4, ring_scale_ptr + slot.to(tl.int64) * stride_ring_su, stride_ring_r
-    )  # fmt: skip
+    ring_ptr += slot.to(tl.int64) * stride_ring_u * 4
+    ring_scale_ptr += slot.to(tl.int64) * stride_ring_su
+    ring = (ring_ptr, ring_scale_ptr, stride_ring_r)
     new = (new_ptr + before * stride_new_u * 4, new_scale_ptr + before * stride_new_su, stride_new_u, stride_new_su)
     # The first position whose row is there.
     safe = tl.where((slot < 0) | (slot >= num_slots), start, 0)

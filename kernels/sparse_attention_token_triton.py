@@ -1,8 +1,9 @@
 """The kernel of sparse_attention_decode.py for steps of many tokens with keys of their own: a selection.
 
-One program takes all keys of a token for BLOCK_H heads, BLOCK_N at a time, by products of warp groups: S^T = K Q^T and
-O^T = K^T P^T have keys, or channels, for rows, and K is the left operand of both, in shared memory once. Triton puts a
-left operand there only if it was loaded, or comes from the pass before: so a pass unpacks the keys of the next one.
+One program takes all keys of a token for BLOCK_H heads, BLOCK_N at a time. S^T = K Q^T and O^T = K^T P^T have keys, or
+channels, for rows: enough for products of warp groups, and K, the left operand of both, is in shared memory once.
+Triton leaves a left operand in registers, where it does not fit, unless it was loaded or a loop hands it on: hence a
+loop that runs once and hands on zeros. The machine code has no such loop.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -114,7 +115,7 @@ def token_kernel(
         once = tl.full((), 1, tl.int32)
         while once > 0:
             s = (tl.dot(k, q) + verdict[:, None]) * scale_log2e
-            # Rows of the next tile, entries of the one behind it, and their blocks at the end: no load waits for another.
+            # Rows of the next tile, entries of the one behind it, at the end their blocks: no load waits for another.
             n += BLOCK_N
             at, scale_at, is_key, wrong = _locate(
                 n, end, next_entry, next_block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
