@@ -1,6 +1,7 @@
-"""Packed rows as tiles of D channels for kernels of many tokens: read whole, none masked, the tail as last group.
+"""Packed rows as tiles of keys for kernels of many tokens: rows are read whole, none masked, the tail as last group.
 
-Other than in row_load.py no group of channels is free to carry a verdict: it is added to the scores.
+Other than in row_load.py no group of channels is free to carry a verdict: it is added to the scores. A tile may be cut
+by channels: G of a row's D // 64 groups, from `first` on.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -17,40 +18,49 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def load_queries(at, is_query, R: tl.constexpr, D: tl.constexpr):
-    """Return rows of queries at [R] as f16 [R, D]; zeros for what is no query."""
-    q = tl.load(at[:, None] + tl.arange(0, D)[None, :], mask=is_query[:, None], other=0.0)
+def load_queries(at, is_query, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the WIDTH channels from pointers at [R] on as f16 [R, WIDTH]; zeros for what is no query."""
+    q = tl.load(at[:, None] + tl.arange(0, WIDTH)[None, :], mask=is_query[:, None], other=0.0)
     return keep(to_f16(q.to(tl.float32)))
 
 
 @triton.jit
 def anew(x):
-    """Return integers x as something that the compiler computes from here on, not before a loop to keep for long."""
+    """Return an integer x as something that is computed from here on, not before a loop and kept in registers."""
     if not _PLAIN:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     return x
 
 
 @triton.jit
-def read_tile(at, scale_at, is_key, wrong, own, scale_own, D: tl.constexpr):
-    """Return (body, tail, scales, wrong) of located keys; of what is no key, or wrong, the row `own`.
+def settle(at, scale_at, is_key, wrong, own, D: tl.constexpr):
+    """Return (at, scales, wrong) of located keys: `own`, with scales of 0, for what is no key, or wrong.
 
-    Every row is read, so no register needs a value in advance.   wrong: with those that have a scale beyond f16, too.
+    own: a row that the queries see.   wrong: those, too, that have a scale beyond f16.
     """
-    G: tl.constexpr = D // 64
     readable = is_key & (wrong == 0)
-    at = tl.where(readable, at, own)
-    scales = tl.load(tl.where(readable, scale_at, scale_own))
+    scales = tl.load(scale_at, mask=readable, other=0)
     # Bytes above 134, eight at a time: bit 7 is set, and adding 121 to the rest carries into it.
     high = (scales & 0x7F7F7F7F7F7F7F7F) + 0x7979797979797979
-    wrong = wrong | ((high & scales & (0x0080808080808080 >> (64 - 8 * G))) != 0)
-    g = tl.minimum(tl.arange(0, G), G - 2)  # what the tail replaces is read as the group before it
-    body = tl.load(at[:, None, None] + (g[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :])
-    # A lane's eight words are those of the 16 channels that it has of each group.
+    high &= scales & (0x0080808080808080 >> (64 - D // 8))
+    return tl.where(readable, at, own), scales, is_key & (wrong | (high != 0))
+
+
+@triton.jit
+def read_codes(at, first, G: tl.constexpr, D: tl.constexpr):
+    """Return words of four codes [N, G, 16]; in place of the last group of a row, the tail's, the one before it."""
+    g = tl.arange(0, G)
+    back = tl.where(g == G - 1, first // (D // 64 - G), 0) if G < D // 64 else tl.where(g == G - 1, 1, 0)
+    word = (first * 16 + (g - back)[:, None] * 16) + tl.arange(0, 16)[None, :]
+    return tl.load(at[:, None, None] + word[None, :, :])
+
+
+@triton.jit
+def read_tail(at, D: tl.constexpr):
+    """Return the tail's words [N, 2, 16]: a lane has the 16 channels that it has of each group of codes."""
     j = tl.arange(0, 16)[None, :]
-    word = (G - 1) * 16 + j // 4 * 8 + tl.arange(0, 2)[:, None] * 4 + j % 4
-    tail = tl.load(at[:, None, None] + word[None, :, :])
-    return body, tail, scales, is_key & wrong
+    word = (D // 64 - 1) * 16 + j // 4 * 8 + tl.arange(0, 2)[:, None] * 4 + j % 4
+    return tl.load(at[:, None, None] + word[None, :, :])
 
 
 @triton.jit
@@ -60,31 +70,28 @@ def _any(bits):
 
 
 @triton.jit
-def mend(body, tail, scales, wrong):
-    """Return rows as read, but zeros for those that are wrong, hold NaN, or what f16 can't hold, and which these are.
-
-    For tiles that several tokens share: a weight of 0 does not silence a NaN.
-    """
-    bits = (((body & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) | wrong[:, None, None].to(tl.int32)  # NaN: all ones
-    spoilt = _any(bits)
-    bits = ((tail & 0x7FFF7FFF) + 0x38803880) & -0x7FFF8000  # bf16 from 65,536 on
-    spoilt = spoilt | _any(bits)
-    whole = tl.where(spoilt, 0, -1)
-    return body & whole[:, None, None], tail & whole[:, None, None], tl.where(spoilt, 0, scales), spoilt
+def has_nan(codes):
+    """Return which rows of codes hold a NaN, [N]."""
+    return _any(((codes & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80)  # all ones
 
 
 @triton.jit
-def unpack_tile(body, tail, scales, N: tl.constexpr, D: tl.constexpr):
-    """Return N rows as f16 [N, D]; what f16 can't hold comes out as NaN."""
-    G: tl.constexpr = D // 64
-    g = tl.arange(0, G)
+def is_beyond_f16(tail):
+    """Return which tails hold a NaN or bf16 from 65,536 on, [N]."""
+    return _any(((tail & 0x7FFF7FFF) + 0x38803880) & -0x7FFF8000)
+
+
+@triton.jit
+def unpack_keys(codes, tail, scales, first, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """Return N keys as f16 [N, G * 64]; what f16 can't hold comes out as NaN."""
+    g = first + tl.arange(0, G)
     exponent = ((scales[:, None] >> (8 * g)[None, :]) & 255).to(tl.int32)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    k = tl.reshape(unpack_f16(body, scale, N, G), (N, G, 64))
+    k = tl.reshape(unpack_f16(codes, scale, N, G), (N, G, 64))
     even, odd = to_f16((tail << 16).to(tl.float32, bitcast=True)), to_f16((tail & -65536).to(tl.float32, bitcast=True))
     k_tail = tl.reshape(tl.join(even, odd), (N, 2, 4, 8))
     k_tail = tl.reshape(tl.permute(k_tail, (0, 2, 1, 3)), (N, 1, 64))
-    return tl.reshape(tl.where((g == G - 1)[None, :, None], k_tail, k), (N, D))
+    return tl.reshape(tl.where((g == D // 64 - 1)[None, :, None], k_tail, k), (N, G * 64))
 
 
 @triton.jit

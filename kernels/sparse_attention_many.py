@@ -18,7 +18,7 @@ from kernels import sparse_attention_token_triton as own
 from kernels.ragged import DecodeBatch
 from kernels.row_load import key_rows, pointer_of
 from kernels.rows import Rows
-from kernels.tiles import Tile, Variant, tile_for, tiles_of
+from kernels.tiles import Tile, Variant, tile_for
 from kernels.triton_env import arch_of
 
 OP = "sparse_attention_many"
@@ -26,14 +26,15 @@ MANY = 256  # tokens above which a step is cut here
 
 
 def many_tile(
-    device: torch.device, batch: DecodeBatch, window: Rows, *, selected: Tensor | None, batch_invariant: bool
+    device: torch.device, batch: DecodeBatch, new: Rows | None, *, selected: Tensor | None, batch_invariant: bool
 ) -> Tile | None:
-    """Return the tile of a step of many tokens; None if sparse_attention_decode cuts it as it does few."""
-    if batch.num_tokens <= MANY or window.format != "packed" or batch_invariant:
+    """Return the tile of a step of many tokens; None if sparse_attention_decode cuts it as it does few.
+
+    So it does with rows that are not packed, and where every sequence has one token.
+    """
+    if batch.num_tokens <= MANY or new is None or new.format != "packed" or batch_invariant:
         return None
-    # Most sequences with few tokens each: nothing to share.
-    is_own = selected is not None or batch.num_tokens < 4 * batch.slots.shape[0]
-    return tile_for(OP, arch_of(device), own=int(is_own))
+    return tile_for(OP, arch_of(device), own=int(selected is not None))
 
 
 def is_many(tile: Tile) -> bool:
@@ -73,20 +74,24 @@ def attend_many(
     tokens, heads, dim = q.shape
     constants = block_of(tile, heads)
     is_shared = "R" in tile.constants
-    if is_shared and selected is not None:
-        raise ValueError("a tile for keys that tokens share, with a selection for each")
-    ring = key_rows(window)
-    fresh = (None, None, 0, 0, 0) if new is None else key_rows(new)
+    if new is None or (is_shared and selected is not None):
+        what = "keys that tokens share" if is_shared else "many tokens"
+        raise ValueError(f"a tile for {what}: wanted this step's rows in `new`, and no selection where keys are shared")
+    ring, fresh = key_rows(window), key_rows(new)
     pool = (None, None, 0, 0, 0) if compressed is None else key_rows(compressed)
-    blocks = -(-tokens // constants.get("BLOCK_T", 1))
-    kernel = shared.shared_kernel if is_shared else own.token_kernel
-    kernel[(blocks, -(-heads // constants["BLOCK_H"]))](
+    kernel, grid = own.token_kernel, (tokens, 1)
+    counts = [0 if selected is None else selected.shape[1]]
+    if is_shared:
+        sequences = batch.slots.shape[0]
+        kernel, grid = shared.shared_kernel, (2, tokens // constants["BLOCK_T"] + sequences + 1)
+        counts = [tokens, sequences]
+    kernel[(*grid, -(-heads // constants["BLOCK_H"]))](
         q, out, lse, sink, turn,
-        batch.positions, batch.sequence, batch.starts, batch.query_start, batch.slots, batch.block_table,
-        *(() if is_shared else (selected,)),
+        batch.positions, batch.sequence, batch.starts, *((batch.query_start,) if is_shared else ()), batch.slots,
+        batch.block_table, *(() if is_shared else (selected,)),
         ring[0], ring[1], fresh[0], fresh[1], pool[0], pool[1],
         ring[2], ring[3], ring[4], fresh[2], fresh[4], pool[2], pool[3], pool[4],
-        scale_log2e, tokens if is_shared else 0 if selected is None else selected.shape[1],
+        scale_log2e, *counts,
         batch.block_table.shape[1], 0 if compressed is None else compressed.num_units, window.num_units,
         H=heads, D=dim, WINDOW=window.rows, RATIO=ratio if compressed is not None else 0,
         ROWS=1 if compressed is None else compressed.rows, PDL=pdl, **constants,
@@ -100,22 +105,16 @@ _KINDS = {"selected": (4, 64), "visible": (128, 2), "window": (0, 1)}
 
 def variants(arch: str) -> list[Variant]:
     """Return what a TP4 rank of DeepSeek-V4-Flash launches for a prompt."""
-    return [_variant(tile, kind) for kind in _KINDS for tile in _tiles(arch, kind)[:1]]
+    return [_variant(arch, kind, heads=16) for kind in _KINDS]
 
 
 def rare_variants(arch: str) -> list[Variant]:
-    """Return what steps of many short sequences launch, and other numbers of heads."""
-    few = [_variant(tile, kind, new=new) for kind in _KINDS for tile in _tiles(arch, kind) for new in (True, False)]
-    return [*few, *(_variant(_tiles(arch, kind)[0], kind, heads=heads) for kind in _KINDS for heads in (8, 32, 64))]
+    """Return other numbers of heads."""
+    return [_variant(arch, kind, heads=heads) for kind in _KINDS for heads in (8, 32, 64)]
 
 
-def _tiles(arch: str, kind: str) -> list[Tile]:
-    """Return the tiles here that a kind of layer may take, the usual one first."""
-    found = [tile for tile in tiles_of(OP, arch) if kind != "selected" or tile.upto.get("own", 1)]
-    return [tile for tile in found if is_many(tile)]
-
-
-def _variant(tile: Tile, kind: str, *, heads: int = 16, dim: int = 512, new: bool = True) -> Variant:
+def _variant(arch: str, kind: str, *, heads: int, dim: int = 512) -> Variant:
+    tile = tile_for(OP, arch, own=int(kind == "selected"))
     is_shared = "R" in tile.constants
     kernel = shared.shared_kernel if is_shared else own.token_kernel
     integers = shared.INTEGERS if is_shared else own.INTEGERS
@@ -127,7 +126,6 @@ def _variant(tile: Tile, kind: str, *, heads: int = 16, dim: int = 512, new: boo
     for source in ("ring", "new", "pool"):
         signature |= {f"{source}_ptr": values, f"{source}_scale_ptr": scales}
     absent = ["lse_ptr"]
-    absent += [] if new else ["new_ptr", "new_scale_ptr"]
     absent += [] if kind != "window" else ["pool_ptr", "pool_scale_ptr"]
     absent += [] if kind == "selected" or is_shared else ["selected_ptr"]
     constants: dict[str, Any] = dict.fromkeys(absent) | {

@@ -298,7 +298,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # own: whether each token has keys of its own.
     "sparse_attention_many": {
         "sm_120": (_own(16, 32, warps=4),),
-        "sm_90": (_shared(64, 64, warps=8, own=0), _own(16, 64, warps=4)),
+        "sm_90": (_shared(64, 32, warps=4, own=0), _own(16, 64, warps=4)),
     },
     # tokens: up to 16, no expert has more than 16 rows.
     "moe_up": {

@@ -58,7 +58,7 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(16, 16, kind, length, 512, "bf16") for kind in kinds for length in (1, 3)),
         *(Case(3, 16, "selected", design=design) for design in designs),
         # Steps of many tokens: a chunk of a prompt, several of them, and many sequences with a token or two each.
-        *(Case(count, 16, kind, length) for count, length in ((1, 600), (3, 300), (200, 2), (300, 1)) for kind in kinds),
+        *(Case(count, 16, kind, n) for count, n in ((1, 600), (3, 300), (200, 2), (300, 1)) for kind in kinds),
         *(Case(1, heads, kind, 300) for heads in (1, 8, 17, 32, 64, 128) for kind in kinds),
         *(Case(3, 4, kind, 200, 128, fmt) for kind in kinds for fmt in ("packed", "bf16")),
     ]
@@ -133,7 +133,8 @@ def chunk_fault(kind: str, device: str, *, small: bool = False, tile=None) -> st
     options |= {"window_rows": 16} if small else {"window_rows": 128, "top_k": 512}
     options |= {"ratio": 128, "block_rows": 2} if kind == "visible" and not small else {}
     length, second, spoilt = lengths
-    made = cases.make_case([(100 if small else 5000, length)], heads=16, kind=kind, staged=True, padding=1, device=device, **options)
+    span = (100 if small else 5000, length)
+    made = cases.make_case([span], heads=16, kind=kind, staged=True, padding=1, device=device, **options)
     whole = made.run(tile=tile)[0]
     cases.spoil(made, spoilt)
     out = made.run(tile=tile)[0]
