@@ -23,7 +23,7 @@ def number(value: float | None, digits: int = 1) -> str:
 def read_stored(path: Path, *, command: str, wanted: str) -> dict[str, Any]:
     """Return what `command` --json has written. wanted: a figure of each run. Raises ValueError if it is not that."""
     try:
-        report = json.loads(path.read_bytes())
+        report: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"--from {path}: {error.strerror}") from None
     except ValueError as error:
