@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.progress import Progress
-from bench.report import number, write_json
+from bench.report import number, read_stored, write_json
 from bench.step import conditions_line, wide_console
 from bench.step_flags import add_flags, add_prompt_flags, count, counts
 from engine.flags import parse_flags
@@ -50,17 +49,17 @@ Of several runs of a prompt (--repeats) the median one counts. `isthmus profile 
 def main(argv: Sequence[str], *, prog: str = "isthmus bench prefill") -> int:
     """Run the benchmark: 0 well, 1 a chunk failed, 2 wrong usage. Raises ConfigError."""
     args = parse_flags(_parser(prog), argv)
-    if args.stored:
-        report = json.loads(args.stored.read_text())
-    else:
-        try:
+    try:
+        if args.stored:
+            report = read_stored(args.stored, command="bench prefill", wanted="chunk_ms")
+        else:
             report = measure(args, Progress(quiet=args.quiet))
-        except StepFailed as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            return 1
-        except ValueError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            return 2
+    except StepFailed as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
     show(report)
     if args.json:
         write_json(report, args.json)

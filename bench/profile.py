@@ -54,6 +54,8 @@ def main(argv: Sequence[str], *, prog: str = "isthmus profile") -> int:
     """Profile and print: 0 well, 1 nothing to show, 2 wrong usage. Raises ConfigError."""
     parser = _parser(prog)
     args = parse_flags(parser, argv)
+    if args.url and args.prompt:
+        parser.error("--prompt runs in an engine in this process: give --model in place of --url")
     try:
         report = ask(args) if args.url else measure(args, Progress(quiet=args.quiet))
     except (httpx.HTTPError, httpx.InvalidURL, StepFailed, OSError) as error:

@@ -20,6 +20,20 @@ def number(value: float | None, digits: int = 1) -> str:
     return _DASH if value is None else f"{value:,.{digits}f}"
 
 
+def read_stored(path: Path, *, command: str, wanted: str) -> dict[str, Any]:
+    """Return what `command` --json has written. wanted: a figure of each run. Raises ValueError if it is not that."""
+    try:
+        report: dict[str, Any] = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"--from {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--from {path}: no JSON: {error}") from None
+    is_one = isinstance(report, dict) and "conditions" in report and bool(report.get("runs"))
+    if not is_one or any(wanted not in run for run in report["runs"]):
+        raise ValueError(f"--from {path}: was not written by `isthmus {command} --json`")
+    return report
+
+
 def is_failed(report: dict[str, Any]) -> bool:
     return any(run["failure"] for run in report["runs"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.progress import Progress
-from bench.report import number, step_law_lines, write_json
+from bench.report import number, read_stored, step_law_lines, write_json
 from bench.step_flags import add_flags, count, counts
 from bench.step_law import Experts, Point, StepLaw
 from bench.step_plot import draw, require_matplotlib
@@ -58,17 +57,17 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
     args = parse_flags(parser, argv)
     if args.png:
         require_matplotlib()
-    if args.stored:
-        report = json.loads(args.stored.read_text())
-    else:
-        try:
+    try:
+        if args.stored:
+            report = read_stored(args.stored, command="bench step", wanted="step_ms")
+        else:
             report = measure(args, Progress(quiet=args.quiet))
-        except StepFailed as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            return 1
-        except ValueError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            return 2
+    except StepFailed as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
     show(report)
     if args.json:
         write_json(report, args.json)

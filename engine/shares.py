@@ -15,6 +15,7 @@ of what the oldest as short as itself leaves it. Those of about one length are d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -30,12 +31,24 @@ def share(left: Sequence[int], budget: int) -> list[int]:
 
 def _share(left: Sequence[int], among: Sequence[int], budget: int, shares: list[int]) -> int:
     """Set the shares of `among`, some of the sequences, in order; return what nobody needs of the budget."""
-    while among and budget:
-        oldest, others = among[0], among[1:]
-        overtaking = [i for i in others if 2 * left[i] <= left[oldest]]
-        own = min(left[oldest], budget - budget // 2 if overtaking else budget)
-        rest = _share(left, overtaking, budget - own, shares)
+    first, shortest = 0, _shortest_from(left, among)
+    while first < len(among) and budget:
+        oldest = among[first]
+        if 2 * shortest[first] > left[oldest]:  # nobody overtakes it; not asked of each, which would be quadratic
+            shares[oldest] = min(left[oldest], budget)
+            budget -= shares[oldest]
+            first += 1
+            continue
+        others = among[first + 1 :]
+        own = min(left[oldest], budget - budget // 2)
+        rest = _share(left, [i for i in others if 2 * left[i] <= left[oldest]], budget - own, shares)
         shares[oldest] = min(left[oldest], own + rest)
         budget = own + rest - shares[oldest]
         among = [i for i in others if 2 * left[i] > left[oldest]]
+        first, shortest = 0, _shortest_from(left, among)
     return budget
+
+
+def _shortest_from(left: Sequence[int], among: Sequence[int]) -> list[int]:
+    """Return of each place in `among` the least that anybody from there on has left."""
+    return list(itertools.accumulate((left[i] for i in reversed(among)), min))[::-1]

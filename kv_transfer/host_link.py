@@ -35,10 +35,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The receiver is who the writer meant; the descriptor of the staging memory comes with it."""
+    """The receiver is who the writer meant; the descriptor of the staging memory comes with it.
+
+    knows_coming: whether it may be told Coming; who was built before that word was drops a writer that says it.
+    """
 
     buffer_bytes: int
     num_buffers: int
+    knows_coming: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):

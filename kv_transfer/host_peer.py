@@ -64,7 +64,7 @@ class HostPeer:
         self.is_over = False
         self.error = ""
         self._copier = copier
-        self._is_cut = False
+        self._is_cut = self._knows_coming = False
         self._staging: Staging | None = None
         self._free: list[int] = []
         self._filling: collections.deque[tuple[Any, Fill]] = collections.deque()
@@ -87,7 +87,7 @@ class HostPeer:
     def announce(self) -> None:
         """Have the peer's thread awake by the time that a write's first buffer is full."""
         with contextlib.suppress(LinkError):  # the write itself will meet it
-            if self.is_welcome and not self.error:
+            if self._knows_coming and not self.error:
                 self.link.send(Coming())
 
     def add(self, transfer: HostTransfer) -> None:
@@ -169,6 +169,7 @@ class HostPeer:
             staging.close()
             raise
         self._staging, self._free = staging, list(range(staging.num_buffers))
+        self._knows_coming = welcome.knows_coming
 
     def _end_write(self, message: Emptied) -> None:
         transfer = next((transfer for transfer in self.transfers if transfer.number == message.number), None)

@@ -230,7 +230,7 @@ class HostReceiver:
             raise
         writer.agent, writer.staging = hello.agent, staging
         try:
-            self._say(writer, Welcome(staging.buffer_bytes, staging.num_buffers), descriptor=fd)
+            self._say(writer, Welcome(staging.buffer_bytes, staging.num_buffers, knows_coming=True), descriptor=fd)
         finally:
             os.close(fd)
 

@@ -7,6 +7,7 @@ import pytest
 
 import bench.prefill
 import bench.profile
+import bench.step
 
 TINY = Path(__file__).parents[1] / "oracle" / "tiny"
 ENGINE = [
@@ -43,6 +44,31 @@ def test_a_stored_report_is_shown_without_measuring(measured, capsys, monkeypatc
     monkeypatch.setattr(bench.prefill, "measure", None)
     assert bench.prefill.main(["--from", str(measured)]) == 0
     assert "rank 0/2, 3 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [bench.prefill, bench.step], ids=["prefill", "step"])
+@pytest.mark.parametrize(
+    ("stored", "error"),
+    [
+        (None, "No such file"),
+        ("{", "no JSON"),
+        ("{}", "was not written by `isthmus bench "),
+        ('{"conditions": {}, "runs": [{"batch": 1}]}', "was not written by `isthmus bench "),
+    ],
+    ids=["missing", "broken", "empty", "of_another_command"],
+)
+def test_a_file_that_is_no_stored_report_is_refused(command, stored, error, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    if stored is not None:
+        path.write_text(stored)
+    assert command.main(["--from", str(path)]) == 2
+    assert f"--from {path}: {error}" in capsys.readouterr().err
+
+
+def test_a_prompt_is_not_asked_of_a_running_worker(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.profile.main(["--url", "http://127.0.0.1:1", "--prompt", "8"])
+    assert "--prompt runs in an engine in this process" in capsys.readouterr().err
 
 
 def test_a_prompt_that_the_model_does_not_hold_is_refused(capsys):

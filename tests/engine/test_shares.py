@@ -102,3 +102,23 @@ def test_a_stream_of_shorter_ones_does_not_starve_a_short_one_behind_a_long_one(
 def test_those_of_one_length_are_done_in_their_order(length: int, count: int, budget: int) -> None:
     done = ends([length] * count, budget)
     assert done == [math.ceil(length * (i + 1) / budget) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param([1] * 2000, id="all of one length"),
+        pytest.param([LONG] * 1000 + [1] * 1000, id="short ones behind long ones"),
+        pytest.param(list(range(10, 2010)), id="ever longer"),
+    ],
+)
+def test_many_that_wait_cost_a_few_looks_each(left: list[int]) -> None:
+    class Counted(list[int]):
+        looks = 0
+
+        def __getitem__(self, index: int) -> int:  # type: ignore[override]
+            Counted.looks += 1
+            return super().__getitem__(index)
+
+    share(Counted(left), 4096)
+    assert Counted.looks < 10 * len(left)

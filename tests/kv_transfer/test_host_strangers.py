@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from kv_transfer import host_staging
 from kv_transfer.host_link import (
     MAX_MESSAGE_BYTES,
+    Coming,
     Emptied,
     Fill,
     Hello,
     Message,
+    Welcome,
     Word,
     pack_pieces,
 )
@@ -215,3 +218,20 @@ def test_a_receiver_that_breaks_the_rules_fails_the_write_when_it_has_hung_up(
     assert error in transfer.error
     assert np.array_equal(decode.pools["scratch"][:64], prefill.pools["scratch"][:64])
     tight_cluster.link(prefill, decode)
+
+
+def test_a_receiver_is_told_that_a_write_comes_only_if_it_knows_the_word(
+    host_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for knows_coming in (True, False):
+        if not knows_coming:
+            monkeypatch.setattr("kv_transfer.host_receiver.Welcome", lambda size, count, **_: Welcome(size, count))
+        prefill, decode = host_cluster.pair()
+        sending: Any = prefill.transport
+        link = sending._peers[decode.endpoint.agent].link
+        said: list[Message] = []
+        monkeypatch.setattr(link, "send", lambda m, link=link, said=said: said.append(m) or type(link).send(link, m))
+        sending._memory = "VRAM"  # such writers say it; their copies are not what is tested here
+        transfer = prefill.transport.write(decode.endpoint.agent, SHORT_WRITE)
+        assert host_cluster.settle(transfer, prefill) is TransferStatus.DONE
+        assert [type(message) for message in said] == [Coming, Fill][not knows_coming :]
