@@ -7,6 +7,7 @@ are as large as the model's, one layer of which is read: addresses spread over m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from kernels.ragged import DecodeBatch
 from kernels.row_store import scale_row_bytes, value_bytes
 from kernels.rows import Rows
 from kernels.sparse_attention_decode import sparse_attention_decode
+from kernels.sparse_attention_many import OP as MANY_OP
+from kernels.tiles import tile_for
+from kernels.triton_env import arch_of
 
 DIM, WINDOW, TOP_K, BLOCK_TOKENS = 512, 128, 512, 256
 CONTEXT = {"CSA": 8192, "HCA": 131_072, "window": 8192}
@@ -69,8 +73,10 @@ def samples() -> list[Bench]:
         ),
         _bench(3, "CSA", heads=40, context=700),
         _bench(200, "window", heads=16, context=100),  # more than multiprocessors: no splits
-        *(_bench(1, kind, heads=16, length=300, padding=1, context=700) for kind in ("CSA", "HCA", "window")),
-        *(_bench(260, kind, heads=9, context=700) for kind in ("CSA", "window")),
+        *(
+            _bench(2, kind, heads=16, length=9, padding=1, context=700, as_many=True)
+            for kind in ("CSA", "HCA", "window")
+        ),
     ]
 
 
@@ -84,7 +90,9 @@ def _bench(
     padding: int = 0,
     context: int = 0,
     group: str = "attention",
+    as_many: bool = False,
 ) -> Bench:
+    """as_many: with the tile of a step of many tokens, however few they are."""
     context = context or CONTEXT[kind]
     # Of many tokens the mean is what counts; of few it is the same.
     tokens, visible = count * length, {"CSA": TOP_K, "HCA": (context - length // 2) // 128, "window": 0}[kind]
@@ -93,7 +101,8 @@ def _bench(
     def make(device: torch.device, i: int) -> Launch:
         some = length if device.type == "cuda" else min(length, 300)  # still a step of many tokens
         inputs = draw_inputs(device, i, count, kind, heads=heads, length=some, padding=padding, context=context)
-        return inputs.launch
+        tile = tile_for(MANY_OP, arch_of(device), own=int(kind == "CSA")) if as_many else None
+        return functools.partial(inputs.launch, tile=tile)
 
     rows = tokens * (WINDOW + visible)
     if length > WINDOW:  # which its tokens share
@@ -102,7 +111,7 @@ def _bench(
     return Bench(
         group=group,
         op="sparse_attention",
-        shape=shape + (f" {length} tokens each" if length > 1 else ""),
+        shape=shape + (f" {length} tokens each" if length > 1 else "") + (" as many" if as_many else ""),
         make=make,
         bytes=rows * row + tokens * 2 * heads * DIM * 2,
         flops=tokens * heads * (WINDOW + visible) * DIM * 4,

@@ -1,4 +1,4 @@
-"""Attention of a decode step: sparse_attention.py for few query tokens, straight from packed rows, ready for wo_a.
+"""Attention of a step: sparse_attention.py straight from packed rows, ready for wo_a.
 
     out[t, h] = unrope( sum exp(s_n) key_n / (sum exp(s_n) + exp(sink_h)) ),  s_n and keys as in sparse_attention.py
     unrope: the last 64 channels times the conjugate of the token's rotation
@@ -11,6 +11,8 @@ kernel that is launched early and waits. With one split there is nothing to comb
 What can't be right becomes NaN for its token alone, since nothing may wait for the host: an entry that is not visible
 yet or has no block, a slot that doesn't exist, a NaN byte in a row that is named. Rows that no token names are never
 read. A padding token (sequence -1) gets zeros. A row without keys: zeros; lse is the sink, or -inf without one.
+
+More than 256 tokens, with several of a sequence, take the kernels of sparse_attention_many.py instead.
 
 Number of splits: by batch size, heads and multiprocessors, all known when a graph is captured. With batch_invariant a
 split is always the same number of keys and splits are summed in order, so that a token's bits don't depend on what
