@@ -85,7 +85,7 @@ class MemoryPlan:
         found["transport"] = counted["transport"]  # of which only its pool, SCRATCH_BYTES, is there yet
         hows = dict(_WHAT_IS_MEASURED)
         if not measured.graph_nodes and workspace > measured.workspace_bytes:
-            found["workspace"], hows["workspace"] = workspace, "planned: no step has run yet"
+            found["workspace"], hows["workspace"] = workspace, "planned: more than what has run so far took"
         cache = [part for part in self.parts if part.name in ("cache blocks", "state slots")]
         parts = [msgspec.structs.replace(part, planned_bytes=part.num_bytes) for part in cache]
         counted["workspace"] = workspace
@@ -159,7 +159,8 @@ def plan_memory(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPlan:
         raise PlanError(
             f"max_model_len {config.max_model_len}: must be at least {MIN_MODEL_LEN}, or 0 for the model's own"
         )
-    if config.device == "cuda" and config.kv_cache_dtype == "packed" and config.max_num_batched_tokens > MOST_TOKENS:
+    is_packed = config.device == "cuda" and config.kv_cache_dtype == "packed"
+    if is_packed and config.role == "prefill" and config.max_num_batched_tokens > MOST_TOKENS:
         raise PlanError(
             f"max_num_batched_tokens {config.max_num_batched_tokens}: a step on a GPU has {MOST_TOKENS} at most; "
             "lower it"

@@ -3,8 +3,8 @@
 The cache is read and written here and nowhere else in the model. Order matters: entries of this step are stored first
 (a token sees the entry it completes), the window ring last (attention still needs the rows it overwrites).
 
-There are two ways through: over packed rows steps run kernels where there are any (`decode_batch`), those of prompts
-and of decode alike; elsewhere torch's operations run.
+There are two ways through: over packed rows steps run kernels where there are any (`decode_batch`), whatever they
+consist of, as far as KERNEL_TOKENS allows; elsewhere torch's operations run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from kernels.sparse_attention_decode import sparse_attention_decode
 from kernels.triton_env import uses_triton
 
 KERNEL_TOKENS = 8
-"""Of a sequence in a step: with more, torch's operations run instead of kernels."""
+"""Of a sequence in a step: with more, torch's operations run instead of kernels.
+
+Those take 8,192; until a checker has watched them with so many, prompts do not run them unless this is raised.
+"""
 
 
 class CacheViews(Protocol):
