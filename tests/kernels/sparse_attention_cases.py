@@ -49,10 +49,20 @@ class Case:
         out = sparse_attention_decode(self.q, self.batch, self.window, **self.rest, lse=lse, out_dtype=dtype, **options)
         return out.float(), lse
 
-    def fault(self, **options):
-        """Return how the result differs from the reference's, "" if within the bounds."""
-        out, lse = self.run(**options)
-        wanted, wanted_lse = self.expect()
+    def thinned(self, every):
+        """Return every so manieth token alone, as the reference takes them; `new` has the rows of all."""
+        picked = {name: getattr(self.batch, name)[::every].contiguous() for name in ("positions", "sequence")}
+        batch = dataclasses.replace(self.batch, num_tokens=picked["positions"].shape[0], **picked)
+        rest = {
+            name: x[::every] if name in ("rotation", "selected") and x is not None else x
+            for name, x in self.rest.items()
+        }
+        return Case(self.q[::every].contiguous(), batch, self.window, rest)
+
+    def fault(self, every=1, **options):
+        """Return how the result differs from the reference's, "" if within the bounds; of every so manieth token."""
+        out, lse = (x[::every] for x in self.run(**options))
+        wanted, wanted_lse = self.thinned(every).expect()
         bound = BOUNDS[self.window.format]
         if not torch.allclose(out, wanted, **bound, equal_nan=True):
             apart = (out - wanted).abs().amax(-1)

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 # Of kernels that nothing calls yet: their samples, and what the gate says, are looked at in every run.
 UNCALLED = ("interpreted_sampling",)
 # Some of these files' tests are long; a run of its own has those.
-PARTLY_LONG = ("interpreted_decode_step", "interpreted_samples")
+PARTLY_LONG = ("interpreted_decode_step", "interpreted_samples", "interpreted_sparse_attention")
 MODULES = [
     *(
         pytest.param(path.stem, "not long", marks=pytest.mark.long if path.stem in UNCALLED else (), id=path.stem)
