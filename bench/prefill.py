@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.progress import Progress
-from bench.report import number, read_stored, write_json
-from bench.step import conditions_line, wide_console
+from bench.report import number, write_json
+from bench.step import conditions_line, stored_or_measured, wide_console
 from bench.step_flags import add_flags, add_prompt_flags, count, counts
 from engine.flags import parse_flags
-from engine.steady_batch import StepFailed
 
 if TYPE_CHECKING:
     from bench.in_process import InProcessEngine
@@ -49,17 +47,9 @@ Of several runs of a prompt (--repeats) the median one counts. `isthmus profile 
 def main(argv: Sequence[str], *, prog: str = "isthmus bench prefill") -> int:
     """Run the benchmark: 0 well, 1 a chunk failed, 2 wrong usage. Raises ConfigError."""
     args = parse_flags(_parser(prog), argv)
-    try:
-        if args.stored:
-            report = read_stored(args.stored, command="bench prefill", wanted="chunk_ms")
-        else:
-            report = measure(args, Progress(quiet=args.quiet))
-    except StepFailed as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
+    report = stored_or_measured(args, measure, prog=prog, command="bench prefill", wanted="chunk_ms")
+    if isinstance(report, int):
+        return report
     show(report)
     if args.json:
         write_json(report, args.json)

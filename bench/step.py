@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,17 +57,9 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
     args = parse_flags(parser, argv)
     if args.png:
         require_matplotlib()
-    try:
-        if args.stored:
-            report = read_stored(args.stored, command="bench step", wanted="step_ms")
-        else:
-            report = measure(args, Progress(quiet=args.quiet))
-    except StepFailed as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
+    report = stored_or_measured(args, measure, prog=prog, command="bench step", wanted="step_ms")
+    if isinstance(report, int):
+        return report
     show(report)
     if args.json:
         write_json(report, args.json)
@@ -79,6 +71,24 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench step") -> int:
     if args.png:
         draw(report, args.png)
     return 0
+
+
+def stored_or_measured(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Progress], dict[str, Any]],
+    *,
+    prog: str,
+    command: str,
+    wanted: str,
+) -> dict[str, Any] | int:
+    """Return the report of --from, or a new one; or, having said why, 1 if a step failed, 2 for wrong usage."""
+    try:
+        if args.stored:
+            return read_stored(args.stored, command=command, wanted=wanted)
+        return measure(args, Progress(quiet=args.quiet))
+    except (StepFailed, ValueError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, StepFailed) else 2
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Copier(Protocol):
         """Raises CopyError if the copies have failed."""
 
     def wait(self, ticket: Any) -> None:
-        """Sleep until the copies are done. Raises CopyError."""
+        """Return when the copies are done. Raises CopyError."""
 
 
 class DramCopier:
