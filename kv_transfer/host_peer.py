@@ -197,8 +197,10 @@ class HostPeer:
 
     def _fill_one(self, staging: Staging, transfer: HostTransfer) -> None:
         buffer = self._free.pop()
-        # The peer starts with what is full first: a quarter, then a half, so that it begins early and never waits.
-        room = max(staging.buffer_bytes >> max(2 - transfer.num_fills, 0), 1)
+        # Nothing overlaps the first buffer's way in and the last one's way out, so those are small: a quarter and a half
+        # to begin with, and half of what is left at the end.
+        least, most = staging.buffer_bytes >> 2, staging.buffer_bytes >> max(2 - transfer.num_fills, 0)
+        room = max(min(most, max(transfer.rest.num_bytes // 2, least)), 1)
         table, sources = transfer.rest.take(room, most=MAX_PIECES)
         transfer.num_fills += 1
         copies = copies_in(staging.address(buffer), table, sources)
