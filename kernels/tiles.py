@@ -81,14 +81,9 @@ def _attention(
     return Tile(constants, num_warps=warps, num_stages=1, upto=upto)
 
 
-def _own(block_h: int, block_n: int, *, warps: int, **upto: int) -> Tile:
-    """A tile of attention of many tokens with keys of their own: a token's heads and keys at a time."""
-    return Tile({"BLOCK_H": block_h, "BLOCK_N": block_n}, num_warps=warps, upto=upto)
-
-
-def _shared(rows: int, block_n: int, *, warps: int, **upto: int) -> Tile:
-    """A tile of attention of many tokens that share keys: rows of queries (tokens x heads) and keys at a time."""
-    return Tile({"R": rows, "BLOCK_N": block_n}, num_warps=warps, upto=upto)
+def _many(block_h: int, block_n: int, *, warps: int) -> Tile:
+    """A tile of attention of many tokens: a token's heads and keys at a time."""
+    return Tile({"BLOCK_H": block_h, "BLOCK_N": block_n}, num_warps=warps)
 
 
 def _experts(
@@ -295,11 +290,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _attention(16, 16, warps=4, resident=1),
         ),
     },
-    # own: whether each token has keys of its own.
-    "sparse_attention_many": {
-        "sm_120": (_own(16, 32, warps=4),),
-        "sm_90": (_shared(64, 32, warps=4, own=0), _own(16, 64, warps=4)),
-    },
+    "sparse_attention_many": {"sm_120": (_many(16, 32, warps=4),), "sm_90": (_many(16, 64, warps=4),)},
     # tokens: up to 16, no expert has more than 16 rows.
     "moe_up": {
         "sm_120": (
