@@ -198,8 +198,9 @@ class HostPeer:
     def _fill_one(self, staging: Staging, transfer: HostTransfer) -> None:
         buffer = self._free.pop()
         # Nothing overlaps the first buffer's way in and the last one's way out, so those are small: an eighth and twice
-        # that from one to the next, and at the end half of what is left.
-        least, most = staging.buffer_bytes >> 3, staging.buffer_bytes >> max(3 - transfer.num_fills, 0)
+        # that from one to the next, and at the end half of what is left. Less than a quarter there would save nothing:
+        # a buffer costs the receiver's thread as long as 4 MB take on their way.
+        least, most = staging.buffer_bytes >> 2, staging.buffer_bytes >> max(3 - transfer.num_fills, 0)
         room = max(min(most, max(transfer.rest.num_bytes // 2, least)), 1)
         table, sources = transfer.rest.take(room, most=MAX_PIECES)
         transfer.num_fills += 1
