@@ -62,7 +62,7 @@ def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True
 def _place(config: ClusterConfig, topology: NumaTopology, *, is_plan: bool) -> tuple[tuple[Placement, ...], str]:
     """Return placements, or none and why, where a plan is for other GPUs than this machine has."""
     try:
-        return place(config.groups, topology), ""
+        return place(config.groups, topology, unset=config.without_node), ""
     except ConfigError as error:
         if is_plan and any(group.device == "cuda" for group in config.groups):
             return (), str(error)

@@ -223,6 +223,11 @@ class HostTransport:
         peer = self._peers.get(agent)
         return "shm" if peer is not None and peer.has_written else "unknown"
 
+    def staging_pages(self, agent: str) -> dict[int, int]:
+        """Return how many pages of a peer's staging memory lie on which NUMA node; {} before it has welcomed us."""
+        peer = self._peers.get(agent)
+        return peer.staging_pages() if peer is not None else {}
+
     def close(self) -> None:
         """End the receiving thread and all connections.
 

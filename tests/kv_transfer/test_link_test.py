@@ -29,7 +29,8 @@ def test_a_link_is_measured_through_scratch_pools_only_and_announced(local_clust
     before = {name: array.copy() for name, array in decode.pools.items() if name != "scratch"}
     link = measure(prefill.transport, decode.endpoint, scratch=scratch_of(prefill))
     assert (link.transport, link.lane) == ("local", "memcpy")
-    assert min(link[2:]) > 0
+    assert min(link.warmup_us, link.latency_us, link.gb_per_s, link.copy_gb_per_s) > 0
+    assert link.staging_pages == {}
     decode.poll()
     assert decode.messages == [LINK_WORD]
     assert all((decode.pools[name] == array).all() for name, array in before.items())
