@@ -46,7 +46,7 @@ from kv_transfer.transport import Transfer, TransferError, TransferStatus
 
 logger = logging.getLogger(__name__)
 
-_BUFFERS = {"DRAM": (2 << 20, 4), "VRAM": (4 << 20, 8)}
+_BUFFERS: dict[Literal["DRAM", "VRAM"], tuple[int, int]] = {"DRAM": (2 << 20, 4), "VRAM": (4 << 20, 8)}
 _HANDSHAKE_S = 0.05
 _WAIT_MS = 1
 _SPIN_S = 200e-6  # before it sleeps: to be woken takes some 40 us, as long as 2 MB on the way
