@@ -13,6 +13,7 @@ The module imports no torch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -123,6 +124,16 @@ def bind(*, node: int, cpus: str, sysfs: Path = SYSFS) -> Binding:
     _pin_threads(usable)
     refusal = bind_new_memory(node) if node >= 0 and not topology.is_single else ""
     return Binding(node=node, cpus=usable, topology=topology, refusal=refusal)
+
+
+def gpu_address(device: int) -> str:
+    """Return the PCI address of CUDA device `device` as sysfs writes it, "" if the driver, in use here, won't say."""
+    address = ctypes.create_string_buffer(32)
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(address, len(address), device)
+    except (OSError, AttributeError):
+        return ""
+    return "" if code else address.value.decode().lower()
 
 
 def _pages_text(node: int, counts: dict[str, PageCount]) -> str:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -162,10 +162,7 @@ class RankProcess:
     def _show_places(self, binding: numa_binding.Binding) -> None:
         """Have the kernel asked where pools in host memory lie, while nobody else knows of them; or name the GPU."""
         if self._runner.device.type == "cuda":
-            import torch
-
-            gpu: Any = torch.cuda.get_device_properties(self._runner.device)
-            binding.see_gpu(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+            binding.see_gpu(numa_binding.gpu_address(self._runner.device.index or 0))
             return
         for pool in self._runner.cache.pool_addresses():
             binding.see_memory(pool.name, pool.base, pool.unit_bytes * pool.num_units)

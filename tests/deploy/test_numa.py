@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.local_ray import runtime_environment
 from deploy.placement import Placement, nic_warnings, place
 from deploy.status import numa_lines
 from engine.config import EngineConfig
@@ -411,6 +412,27 @@ def test_gpu_on_another_node_is_a_warning_with_the_remedy(eight_gpus: NumaTopolo
     (warning,) = binding.report().warnings
     assert "GPU 0000:03:00.0 is on NUMA node 1 and its rank on node 0" in warning
     assert "set numa_node: 1 for this group" in warning
+
+
+NUMACTL = """#!/bin/sh
+# knows nodes 0 and 1 only, as the real one knows what the kernel has
+case "$2" in --membind=[01]) shift 2; exec "$@";; esac
+echo "usage: numactl" >&2; exit 1
+"""
+
+
+def test_process_is_started_through_numactl_where_that_works(
+    eight_gpus: NumaTopology, one_node: NumaTopology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    numactl = tmp_path / "numactl"
+    numactl.write_text(NUMACTL)
+    numactl.chmod(0o755)
+    expected = f"{numactl} --physcpubind=16-31 --membind=1 {sys.executable}"
+    assert runtime_environment("16-31", 1, topology=eight_gpus) == {"py_executable": expected}
+    assert runtime_environment("16-31", 5, topology=eight_gpus) == {}  # Ray would start it for ever
+    assert runtime_environment("", -1, topology=eight_gpus) == {}
+    assert runtime_environment("0-3", 0, topology=one_node) == {}
 
 
 def test_pages_are_counted_whole_and_untouched_ones_not_at_all() -> None:
