@@ -14,6 +14,7 @@ The module imports no torch.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Literal
 from engine.numa import SYSFS, NumaTopology, discover, format_cpu_list, parse_cpu_list
 from kv_transfer.memory_nodes import PageCount, bind_new_memory, count_fresh_pages, count_pages
 from router.protocol import NumaBinding
+
+log = logging.getLogger(__name__)
 
 _FRESH_PAGES = 64
 _PASSES = 5
@@ -55,6 +58,9 @@ class Binding:
         strays = sum(not affinity <= self.cpus for affinity in affinities)
         counts = {"fresh": count_fresh_pages(_FRESH_PAGES), **self._seen}
         status, evidence = self._judge(len(affinities), strays, counts)
+        warnings = self._warnings()
+        for warning in warnings if status != "unverified" or self.node < 0 else [evidence, *warnings]:
+            log.warning("NUMA: %s", warning)
         return NumaBinding(
             status=status,
             node=self.node,
@@ -63,7 +69,7 @@ class Binding:
             threads=len(affinities),
             stray_threads=strays,
             pages={name: count.nodes for name, count in counts.items()},
-            warnings=self._warnings(),
+            warnings=warnings,
         )
 
     def _judge(
