@@ -369,6 +369,13 @@ def test_gpus_that_do_not_reach_each_other(placements: tuple[Placement, ...]) ->
     assert "ACS" in found[0][2]
 
 
+def test_gpus_of_which_only_one_reaches_the_other_are_cut(placements: tuple[Placement, ...]) -> None:
+    one_way = list(cuda().peers)
+    one_way[3] = one_way[3] - {0}
+    seen, _ = the(check_gpu_rules.peers(cuda(peers=tuple(one_way)), placements), "warning")
+    assert seen.startswith("prefill-0: no peer-to-peer between GPUs 0-3:")
+
+
 def test_place_of_compiled_kernels() -> None:
     assert worst(check_gpu_rules.kernel_cache(host(kernel_cache_entries=130))) == []
     assert "takes minutes" in check_gpu_rules.kernel_cache(host())[0].seen
