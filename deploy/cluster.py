@@ -124,6 +124,8 @@ class _Cluster:
         self._progress.say(f"{self._config.served_model_name} from {self._config.model}")
         for group in self._groups:
             self._progress.say(f"{group.id}: {group.placement.describe()}")
+            for warning in group.placement.warnings:
+                self._progress.problem(warning)
         self._progress.say(
             "starting Ray" if self._is_private else f"joining Ray at {self._config.supervisor.ray_address}"
         )

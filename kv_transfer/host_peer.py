@@ -244,6 +244,10 @@ class HostPeer:
         transfer.status = TransferStatus.FAILED if error else TransferStatus.DONE
         transfer.error = error and f"write to {self.endpoint.agent} failed: {error}"
 
+    def staging_pages(self) -> dict[int, int]:
+        """Return pages by NUMA node of the staging memory: the receiver's, though asked of this side's mapping."""
+        return self._staging.count_pages().nodes if self._staging is not None and not self.is_over else {}
+
     def _let_go(self) -> None:
         if self.is_over:
             return
