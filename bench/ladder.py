@@ -272,7 +272,7 @@ class Ladder:
 
 
 def _version() -> str:
-    """Return the package's version. Run from a checkout that is not installed, it has none: no reason to lose a report."""
+    """Return the package's version; a checkout that is not installed has none, which is no reason to lose a report."""
     try:
         return importlib.metadata.version("isthmus")
     except importlib.metadata.PackageNotFoundError:
