@@ -155,6 +155,11 @@ def _spread(warps: int, spans: int, **upto: int) -> Tile:
     return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
 
 
+def _spread_chunk(tokens: int, channels: int, *, span: int, stages: int, warps: int) -> Tile:
+    """A tile of a chunk's hyper-connection: tokens and channels of a program, and at a time; loads that many ahead."""
+    return Tile({"M": tokens, "C": channels, "SPAN": span, "STAGES": stages}, num_warps=warps)
+
+
 def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: int) -> Tile:
     """A tile of the gate; moe_gate._constants says what the constants mean. converted: activations of a program."""
     constants = {"KS": ks, "SPLIT": split, "NB": nb, "CONVERTED": converted}
@@ -333,6 +338,12 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     # One tile: the order of a token's sums follows from W.
     "hyper_finish": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
+    # One tile each: bits of a chunk's tokens follow from C and SPAN, and from W.
+    "hyper_spread_chunk": {
+        "sm_120": (_spread_chunk(64, 16, span=512, stages=2, warps=4),),
+        "sm_90": (_spread_chunk(64, 16, span=512, stages=3, warps=4),),
+    },
+    "hyper_finish_chunk": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
     "moe_gate": {
         "sm_120": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
         "sm_90": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
