@@ -68,12 +68,14 @@ def mix_fault(got: Mixed, streams: torch.Tensor, mixer: Mixer, sequence: torch.T
         return fault or f"x is {got.x.dtype}"
     assert got.carry is not None
     post = 2 * torch.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    matrix = (mixed[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
-    if got.ready:
-        matrix = _normalised(matrix, eps=mixer.eps, iters=mixer.iters)
-    return _difference("post", got.carry[:, 0, :n], post, 0.0) or _difference(
-        "C" if got.ready else "logits", got.carry[:, 1:, :n], matrix, 0.0
-    )
+    logits = (mixed[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+    if fault := _difference("post", got.carry[:, 0, :n], post, 0.0):
+        return fault
+    if not got.ready:
+        return _difference("logits", got.carry[:, 1:, :n], logits, 0.0)
+    # C is off by no more than the logits are, and these by a share of the largest of them.
+    wanted = _normalised(logits, eps=mixer.eps, iters=mixer.iters)
+    return _difference("C", got.carry[:, 1:, :n], wanted, 0.0, least=logits.abs().flatten(1).amax(1))
 
 
 def _normalised(logits: torch.Tensor, *, eps: float, iters: int) -> torch.Tensor:
@@ -101,15 +103,21 @@ def spread_fault(got: torch.Tensor, y: torch.Tensor | ExpertParts, before: Mixed
     return _difference("streams", got, wanted, places)
 
 
-def _difference(name: str, got: torch.Tensor, wanted: torch.Tensor, places: float) -> str:
-    """places: relative rounding of each value, beside float32's share of the largest of its token."""
+def _difference(
+    name: str, got: torch.Tensor, wanted: torch.Tensor, places: float, *, least: torch.Tensor | None = None
+) -> str:
+    """places: relative rounding of each value, beside float32's share of the largest of its token, of `least` [T] at
+    least."""
     got = got.double()
     if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
         return f"{name}: {int(got.isnan().sum())} NaN of {tuple(got.shape)}, wanted {int(wanted.isnan().sum())}"
     got, wanted = got.nan_to_num(), wanted.nan_to_num()
     if not wanted.numel():
         return ""
-    largest = wanted.abs().flatten(1).amax(1).clamp(min=1e-3).view(-1, *[1] * (wanted.dim() - 1))
+    largest = wanted.abs().flatten(1).amax(1).clamp(min=1e-3)
+    if least is not None:
+        largest = torch.maximum(largest, least.nan_to_num())
+    largest = largest.view(-1, *[1] * (wanted.dim() - 1))
     excess = (got - wanted).abs() - (places * wanted.abs() * 1.001 + FLOAT32 * largest)
     worst = float(excess.max())
     return f"{name} off by {worst:.2e} beyond rounding, largest {float(largest.max()):.3g}" if worst > 0 else ""
