@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -62,7 +63,7 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         environ.setdefault(*_LOOPBACK_ONLY)
 
     common: dict[str, Any] = {
-        "namespace": f"{NAMESPACE}-{os.getpid()}",
+        "namespace": f"{NAMESPACE}-{socket.gethostname()}-{os.getpid()}",
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }

@@ -6,6 +6,7 @@ says `simulated`. Groups of one node share its CPUs; GPUs are handed out once.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -43,9 +44,14 @@ class Placement:
         return f"{where}{gpus}{threads}"
 
 
-def place(groups: tuple[EngineConfig, ...], topology: NumaTopology) -> tuple[Placement, ...]:
-    """Place every group, in order. Raises ConfigError for a missing node or CPU, or too few GPUs."""
-    free_gpus = list(range(len(topology.gpus)))
+def place(
+    groups: tuple[EngineConfig, ...], topology: NumaTopology, *, taken: Collection[int] = ()
+) -> tuple[Placement, ...]:
+    """Place every group, in order. Raises ConfigError for a missing node or CPU, or too few GPUs.
+
+    taken: GPUs that other groups have.
+    """
+    free_gpus = [gpu for gpu in range(len(topology.gpus)) if gpu not in taken]
     all_cpus = {cpu for node in topology.nodes for cpu in node.cpus}
     placements = []
     for group in groups:

@@ -50,6 +50,17 @@ def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> in
     return 0
 
 
+def choose_cluster(clusters: list[ClusterState], port: int | None) -> ClusterState:
+    """Return the cluster on `port`, or the only one. Raises ConfigError if there is none, or several."""
+    chosen = [cluster for cluster in clusters if port in (None, cluster.port)]
+    if not chosen:
+        raise ConfigError("no cluster is running" + (f" on port {port}" if port else "") + "; start one: isthmus up")
+    if len(chosen) > 1:
+        ports = ", ".join(str(cluster.port) for cluster in chosen)
+        raise ConfigError(f"--port: several clusters run (ports {ports}); name one")
+    return chosen[0]
+
+
 def down(*, port: int | None, every: bool, timeout_s: float, environ: Mapping[str, str]) -> int:
     """Stop clusters by SIGTERM, wait, kill what is left. Raises ConfigError if it is unclear which one is meant."""
     clusters = state.running(environ)

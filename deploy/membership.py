@@ -1,0 +1,357 @@
+"""Membership: the groups of a running cluster. They start, are started again, join, drain and leave.
+
+A group whose process dies is ended and started again as one, on the same port and with a new generation; its peers are
+told that the old generation is dead. One that dies too often ends the cluster, unless another of its role serves: then
+it is given up. One that is drained gets nothing new, and leaves when nothing depends on it any more:
+
+    router gives it nothing new -> its requests end -> router forgets it -> leader and ranks end -> Ray's place is free
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from deploy.config import ClusterConfig
+from deploy.group import Group, Member, StartFailed
+from deploy.hosts import Hosts
+from deploy.joining import new_group
+from deploy.progress import Progress
+from deploy.restarts import ClusterFailed, Stopped, TooManyRestarts, admit_restart
+from deploy.router_control import RouterControl, Wanted
+from engine.flags import ConfigError
+from router.protocol import WorkerRole, WriterLost, encode
+
+POLL_S = 0.25
+SYNC_S = 1.0
+RANK_END_S = 5.0
+
+
+@dataclass
+class _Leaving:
+    """How far a drained group is. deadline: when what still runs there goes on elsewhere.   kill_at: when it is ended.
+
+    Both of time.monotonic(); None: not set.
+    """
+
+    deadline: float | None
+    kill_at: float | None = None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.kill_at is not None
+
+
+class GroupState(msgspec.Struct, frozen=True, kw_only=True):
+    """What `isthmus add` and `drain` are told of a group. num_requests: that depend on it, as the router counts."""
+
+    worker_id: str
+    role: str
+    url: str
+    where: str
+    is_draining: bool
+    num_requests: int
+
+
+class Membership:
+    """Owns the groups. Everything but `describe`, `watched` and `left` is for the main thread alone."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        hosts: Hosts,
+        *,
+        control: RouterControl,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self._config, self._hosts, self._control = config, hosts, control
+        self._progress, self._stop = progress, stop
+        self._is_private = not config.supervisor.ray_address
+        self.groups = [
+            Group(group, hosts, is_private=self._is_private, wish=config.wishes.get(group.worker_id))
+            for group in config.groups
+        ]
+        self.left: dict[str, str] = {}  # worker ids of groups that have left, and how
+        self._added: set[str] = set()
+        self._leaving: dict[str, _Leaving] = {}
+        self._requests: dict[str, int] = {}
+        self._synced_at = 0.0
+        self._http = httpx.Client(timeout=2, trust_env=False)
+
+    # ------------------------------------------------------------ what there is
+
+    @property
+    def drain_s(self) -> float:
+        return max((group.config.drain_timeout_s for group in self.groups), default=0.0)
+
+    def serving(self, role: str) -> list[Group]:
+        """Return the groups of a role that are to stay."""
+        return [group for group in self.groups if group.config.role == role and group.id not in self._leaving]
+
+    def urls(self, role: str) -> list[str]:
+        return [group.url for group in self.serving(role)]
+
+    def describe(self) -> list[GroupState]:
+        return [
+            GroupState(
+                worker_id=group.id,
+                role=group.config.role,
+                url=group.url,
+                where=group.describe(),
+                is_draining=group.id in self._leaving,
+                num_requests=self._requests.get(group.url, 0),
+            )
+            for group in [*self.groups]
+        ]
+
+    def watched(self) -> list[tuple[str, int, str]]:
+        """Return name, pid and health URL (of leaders) of every process on this host."""
+        return [target for group in [*self.groups] if group.host.agent is None for target in _targets(group)]
+
+    # ------------------------------------------------------------ starting
+
+    def start(self) -> None:
+        """Bring every group up to where its leader listens. Raises StartFailed, ClusterFailed or Stopped."""
+        for group in self.groups:
+            group.create()
+        for group in self.groups:
+            self._start_group(group)
+        self._await_addresses([*self.groups])
+
+    def _start_group(self, group: Group) -> None:
+        group.start()
+        pids = ", ".join(f"{member.name.removeprefix(group.id + ' ')} pid {member.pid}" for member in group.members)
+        self._progress.say(f"{group.id}: {group.describe()}")
+        self._progress.say(f"{group.id}: {pids}")
+
+    def _await_addresses(self, groups: list[Group]) -> None:
+        for group in groups:
+            while not group.read_address(POLL_S):
+                self._raise_if_stopped()
+                self.collect_deaths(0)
+        self._tell_watchdogs()
+
+    def _tell_watchdogs(self) -> None:
+        by_host: dict[int, list[tuple[str, int, str]]] = {}
+        for group in self.groups:
+            if group.host.agent is not None:
+                by_host.setdefault(id(group.host), []).extend(_targets(group))
+        self._hosts.watch(by_host)
+
+    # ------------------------------------------------------------ joining and leaving
+
+    def add(self, role: WorkerRole, settings: Mapping[str, Any]) -> str:
+        """Start one more group and tell the router; return its worker id. It loads, links and warms up from then on.
+
+        Raises ConfigError for settings that can't be, StartFailed if its processes don't come up.
+        """
+        used_ids = {group.id for group in self.groups} | self.left.keys()
+        config, wish = new_group(self._config, role, settings, used_ids=used_ids)
+        group = Group(config, self._hosts, is_private=self._is_private, wish=wish)
+        if self._is_private:
+            group.place()
+        self._added.add(group.id)
+        self.groups.append(group)
+        try:
+            group.create()
+            self._start_group(group)
+            self._await_addresses([group])
+        except StartFailed as error:
+            self._part(group, str(error))
+        if group.id in self.left:
+            raise StartFailed(self.left[group.id])
+        self._sync()
+        return group.id
+
+    def drain(self, worker_id: str, timeout_s: float) -> None:
+        """Begin to drain a group. timeout_s: after which what runs there is resumed elsewhere; 0: never.
+
+        Raises ConfigError if there is none of that name, or no other of its role.
+        """
+        group = next((group for group in self.groups if group.id == worker_id), None)
+        if group is None:
+            known = ", ".join(group.id for group in self.groups)
+            raise ConfigError(f"worker {worker_id!r}: there is none of that name; the cluster has {known}")
+        if worker_id in self._leaving:
+            return
+        role = group.config.role
+        if len(self.serving(role)) == 1:
+            raise ConfigError(
+                f"worker {worker_id!r}: the only {role} group that is to stay, and without it nothing is served; first "
+                f"`isthmus add {role}`, or end the cluster with `isthmus down`"
+            )
+        self._progress.say(f"{worker_id}: drains: nothing new, and it leaves when nothing runs there any more")
+        self._leaving[worker_id] = _Leaving(time.monotonic() + timeout_s if timeout_s else None)
+        self._sync()
+
+    def tick(self) -> None:
+        """Do what is due: keep the router's list right, and let drained groups go on their way."""
+        if time.monotonic() - self._synced_at >= (POLL_S if self._leaving else SYNC_S):
+            self._sync()
+        for group in [group for group in self.groups if group.id in self._leaving]:
+            self._advance(group, self._leaving[group.id])
+
+    def _advance(self, group: Group, leaving: _Leaving) -> None:
+        now = time.monotonic()
+        if leaving.is_stopping:
+            assert leaving.kill_at is not None
+            if now > leaving.kill_at:
+                self._part(group, "drained; it did not end by itself and was killed")
+            return
+        is_late = leaving.deadline is not None and now > leaving.deadline
+        if self._requests.get(group.url) == 0 or is_late:
+            if is_late:
+                self._progress.say(f"{group.id}: what still runs there goes on elsewhere")
+            leaving.kill_at = now + group.config.drain_timeout_s + RANK_END_S
+            self._sync()
+            group.ask_to_stop()
+
+    def _sync(self) -> None:
+        """Make the router's list what it should be, and learn what depends on each."""
+        self._synced_at = time.monotonic()
+        wanted = {}
+        for group in self.groups:
+            leaving = self._leaving.get(group.id)
+            if group.url and not (leaving and leaving.is_stopping):
+                wanted[group.url] = Wanted(group.config.role, leaving is not None)
+        # without an answer nothing is known to have ended; a router that died is started with those that stay
+        self._requests = self._control.sync(wanted) or {}
+
+    def _part(self, group: Group, how: str) -> None:
+        """End a group for good: its processes, its place, and what its peers hold for it."""
+        generation = group.generation
+        self._leaving.pop(group.id, None)
+        group.end()
+        self._tell_peers(group, generation)
+        group.release()
+        self.groups = [other for other in self.groups if other is not group]
+        self.left[group.id] = how
+        self._tell_watchdogs()
+        self._sync()
+        self._progress.say(f"{group.id}: left: {how}")
+
+    # ------------------------------------------------------------ deaths
+
+    def collect_deaths(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for a process of a group to end; start its group again if one has.
+
+        Raises ClusterFailed if the cluster can't go on.
+        """
+        import ray
+
+        runs = [run for group in self.groups for run in group.runs]
+        try:
+            ended, _ = ray.wait(runs, num_returns=1, timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            raise ClusterFailed(f"Ray itself has failed: {' '.join(str(error).split())}") from None
+        if not ended or self._stop.is_set():
+            return
+        # a rank that fails takes its leader with it, and the other way round: look once more for the first cause
+        ended, _ = ray.wait(runs, num_returns=len(runs), timeout=0.2)
+        for group in [*self.groups]:
+            if not (dead := group.deaths(ended)):
+                continue
+            leaving = self._leaving.get(group.id)
+            if leaving is None:
+                self.restart(group, dead)
+            elif not leaving.is_stopping:
+                self._part(group, f"died while it drained: {dead[0][1]}")
+            elif len(dead) == len(group.members):
+                self._part(group, "drained")
+
+    def restart(self, group: Group, dead: list[tuple[Member, str]]) -> None:
+        """Start a group again, `dead` of which have ended; or give it up. Raises ClusterFailed."""
+        dead.sort(key=lambda death: death[0].name.endswith("leader"))  # a rank's own reason says more
+        for member, reason in dead:
+            self._progress.problem(f"{member.name} (pid {member.pid}) ended: {reason}")
+        if not group.was_ready and group.num_starts == 1:
+            member, reason = dead[0]
+            text = f"{member.name} failed at start: {reason}\n{group.host.tail(member.log_path)}".rstrip()
+            if group.id not in self._added:
+                raise ClusterFailed(text)
+            self._part(group, text)
+            return
+        generation = group.generation
+        try:
+            delay = admit_restart(group.restarts, group.id, self._config.supervisor)
+            group.end()
+            self._tell_peers(group, generation)
+            while not self._has_started_again(group, delay):
+                delay = admit_restart(group.restarts, group.id, self._config.supervisor)
+                group.end()
+        except TooManyRestarts as error:
+            if not any(other.was_ready for other in self.serving(group.config.role) if other is not group):
+                raise
+            self._progress.problem(f"{error}; others of its role go on")
+            self._part(group, str(error))
+            return
+        self._await_addresses([group])
+
+    def _has_started_again(self, group: Group, delay: float) -> bool:
+        """Start a group after `delay`; return False if one of its processes ended before it said its first word."""
+        self._progress.say(f"{group.id}: starting again in {delay:g} s")
+        if self._stop.wait(delay):
+            raise Stopped
+        try:
+            group.create()
+            self._start_group(group)
+        except StartFailed as error:
+            self._progress.problem(str(error))
+            return False
+        return True
+
+    def _tell_peers(self, group: Group, generation: int) -> None:
+        """Tell the other role's leaders that this generation's processes are gone, so that they free what it held."""
+        if not generation:
+            return
+        route = "/writer_lost" if group.config.role == "prefill" else "/unlink"
+        for peer in self.groups:
+            if peer.config.role != group.config.role and peer.url:
+                with contextlib.suppress(httpx.HTTPError):  # a peer that can't be reached is being ended itself
+                    self._http.post(
+                        peer.url + route,
+                        content=encode(WriterLost(generation=generation)),
+                        headers={"content-type": "application/msgpack"},
+                    )
+
+    # ------------------------------------------------------------ end
+
+    def end(self) -> None:
+        """End every group: leaders drain, ranks end with them, what is left is killed."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            for group in self.groups:
+                group.ask_to_stop()
+            # Ranks end with their leader; one whose leader never came up would wait for it much longer.
+            leaders = [group.runs[0] for group in self.groups if group.runs]
+            runs = [run for group in self.groups for run in group.runs]
+            if runs:
+                ray.wait(leaders, num_returns=len(leaders), timeout=self.drain_s + 15)
+                ray.wait(runs, num_returns=len(runs), timeout=RANK_END_S)
+            for group in self.groups:
+                group.end()
+                group.release()
+            self._hosts.leave()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+
+def _targets(group: Group) -> list[tuple[str, int, str]]:
+    return [
+        (member.name, member.pid, f"{group.url}/health" if group.url and n == 0 else "")
+        for n, member in enumerate([*group.members])
+    ]
