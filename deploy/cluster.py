@@ -107,6 +107,8 @@ class _Cluster:
         finally:
             self._take_down()
         self._progress.say("stopped" if code == 0 else f"stopped; logs are in {self._log_dir}")
+        if not self._members.has_head:
+            os._exit(code)  # Ray would wait for its head at exit
         return code
 
     def _start(self) -> None:
@@ -201,7 +203,8 @@ class _Cluster:
         if ray is not None and ray.is_initialized():
             self._members.end()
             children = [] if not self._is_private else psutil.Process().children(recursive=True)
-            ray.shutdown()
+            if self._members.has_head:
+                ray.shutdown()
             pids += [child.pid for child in children]
         if self._is_private:
             kill_and_wait(pids)

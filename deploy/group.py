@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from engine.config import EngineConfig
 from engine.flags import ConfigError
 
 START_TIMEOUT_S = 60.0
+POLL_S = 0.25
 KILL_TIMEOUT_S = 10.0
+HEAD_LOST = "Ray's head does not answer, and without it nothing can be started"
 _SHARE = 0.001  # of a resource such as numa:N: it says where, it does not ration
 
 
@@ -85,22 +88,24 @@ class Group:
         where = self.placement.describe() if self.placement else "not placed"
         return where if self.is_private else f"{self.host.facts.name}, {where}"
 
-    def place(self) -> None:
+    def place(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Find host, CPUs and GPUs. Raises StartFailed if no host will do, ConfigError if the one found won't."""
         if not self.is_private:
-            self.host = self._find_host()
+            self.host = self._find_host(meanwhile)
         self.placement = self.host.place(self._config)
 
-    def create(self) -> None:
+    def create(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Ask Ray for one more life of the group; several groups may come up at the same time.
 
-        Raises StartFailed if there is no place for it.
+        meanwhile: called while it waits for a place. Raises StartFailed if there is none.
         """
         import ray
 
+        if not self._hosts.head.is_alive():
+            raise StartFailed(f"{self.id}: {HEAD_LOST}")
         if self.placement is None or not self.is_private:
             try:
-                self.place()
+                self.place(meanwhile)
             except ConfigError as error:
                 raise StartFailed(f"{self.host.facts.name}: {error}") from None
         assert self.placement is not None
@@ -170,14 +175,15 @@ class Group:
     def ask_to_stop(self) -> None:
         """Ask the leader to drain, end its ranks, and return."""
         if self.members:
-            self.members[0].actor.stop.remote()
+            self.members[0].actor.stop.remote()  # from process to process: Ray's head has no part in it
 
     def end(self) -> None:
         """Kill what is left and return when the processes are gone."""
         import ray
 
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        if self._actors and self._hosts.head.is_alive():
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
         if self.members:
             self.host.kill([member.pid for member in self.members])
         self.members, self._actors = [], []
@@ -188,7 +194,7 @@ class Group:
         import ray
 
         self.host.release(self.id)
-        if self._bundles is not None:
+        if self._bundles is not None and self._hosts.head.is_alive():
             ray.util.remove_placement_group(self._bundles)
             self._bundles = None
 
@@ -210,7 +216,7 @@ class Group:
     def _numa(self) -> dict[str, float]:
         return {f"numa:{self._config.numa_node}": _SHARE} if self._config.numa_node >= 0 else {}
 
-    def _find_host(self) -> Host:
+    def _find_host(self, meanwhile: Callable[[], None]) -> Host:
         """Return the host that Ray keeps a place for the group on. Raises StartFailed."""
         import ray
 
@@ -222,8 +228,14 @@ class Group:
         try:
             if self._bundles is None:
                 self._bundles = ray.util.placement_group([bundle], strategy="STRICT_PACK", name=self.id)
-            if not self._bundles.wait(START_TIMEOUT_S):
-                raise StartFailed(f"{self.id}: no host of the Ray cluster offers {bundle}; see `ray status`")
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not self._bundles.wait(POLL_S):
+                meanwhile()
+                if time.monotonic() > deadline:
+                    offered = ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items())
+                    raise StartFailed(
+                        f"{self.id}: no host of the Ray cluster has {offered} free; `ray status` says what there is"
+                    )
             # Ray itself moves the place to another host when the one it was on dies
             table = ray.util.placement_group_table(self._bundles)
             return self._hosts.at(table["bundles_to_node_id"][0])

@@ -6,6 +6,7 @@ to (`HostAgent`) says what the host is, keeps the run directories and logs of it
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -18,6 +19,7 @@ import msgspec
 
 from deploy.local_ray import runtime_environment
 from deploy.placement import Placement, place
+from deploy.ray_head import RayHead
 from deploy.state import state_directory
 from deploy.watchdog import Watchdog
 from engine.config import EngineConfig
@@ -40,8 +42,6 @@ class HostAgent:
     """Runs inside a Ray actor on one host, for one cluster. port: the router's, which names the cluster's logs."""
 
     def __init__(self, port: int) -> None:
-        import os
-
         import ray
 
         self._name = f"{ray.util.get_node_ip_address()} ({socket.gethostname()})"  # type: ignore[no-untyped-call]
@@ -71,10 +71,12 @@ class HostAgent:
     def tail(self, path: str) -> str:
         return tail(Path(path))
 
-    def leave(self) -> None:
-        """Take away the run directory."""
+    def leave(self, ends: bool) -> None:
+        """Take away the run directory. ends: this process, too, soon: there is no head that would end it."""
         self._watchdog.stop()
         shutil.rmtree(self._run_dir, ignore_errors=True)
+        if ends:
+            threading.Timer(0.5, os._exit, (0,)).start()
 
 
 @dataclass(eq=False)
@@ -147,6 +149,7 @@ class Hosts:
 
     def __init__(self, here: Host, *, port: int) -> None:
         self.here = here
+        self.head = RayHead()
         self._port = port
         self._by_node: dict[str, Host] = {}
         self._lock = threading.Lock()
@@ -174,7 +177,7 @@ class Hosts:
 
         with self._lock:
             self._by_node = {node_id: known for node_id, known in self._by_node.items() if known is not host}
-        if host.agent is not None:
+        if host.agent is not None and self.head.is_alive():
             ray.kill(host.agent, no_restart=True)
 
     def watch(self, targets: dict[int, list[tuple[str, int, str]]]) -> None:
@@ -186,7 +189,7 @@ class Hosts:
         """Let every host take away what the cluster has left there."""
         import ray
 
-        calls = [host.agent.leave.remote() for host in self._by_node.values()]
+        calls = [host.agent.leave.remote(not self.head.is_alive()) for host in self._by_node.values()]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=5)
 

@@ -20,11 +20,11 @@ import httpx
 import msgspec
 
 from deploy.config import ClusterConfig
-from deploy.group import Group, Member, StartFailed
+from deploy.group import HEAD_LOST, Group, Member, StartFailed
 from deploy.hosts import Hosts
 from deploy.joining import new_group
 from deploy.progress import Progress
-from deploy.restarts import ClusterFailed, Stopped, TooManyRestarts, admit_restart
+from deploy.restarts import ClusterFailed, GivenUp, Stopped, admit_restart
 from deploy.router_control import RouterControl, Wanted
 from engine.flags import ConfigError
 from router.protocol import WorkerRole, WriterLost, encode
@@ -84,9 +84,15 @@ class Membership:
         self._leaving: dict[str, _Leaving] = {}
         self._requests: dict[str, int] = {}
         self._synced_at = 0.0
+        self._has_head = True
         self._http = httpx.Client(timeout=2, trust_env=False)
 
     # ------------------------------------------------------------ what there is
+
+    @property
+    def has_head(self) -> bool:
+        """Whether Ray's head answers; True before Ray is started."""
+        return self._has_head
 
     @property
     def drain_s(self) -> float:
@@ -121,7 +127,7 @@ class Membership:
     def start(self) -> None:
         """Bring every group up to where its leader listens. Raises StartFailed, ClusterFailed or Stopped."""
         for group in self.groups:
-            group.create()
+            group.create(self._raise_if_stopped)
         for group in self.groups:
             self._start_group(group)
         self._await_addresses([*self.groups])
@@ -135,9 +141,13 @@ class Membership:
     def _await_addresses(self, groups: list[Group]) -> None:
         for group in groups:
             while not group.read_address(POLL_S):
-                self._raise_if_stopped()
-                self.collect_deaths(0)
+                self._look_after_others()
         self._tell_watchdogs()
+
+    def _look_after_others(self) -> None:
+        """What must not wait while one group is waited for."""
+        self._raise_if_stopped()
+        self.collect_deaths(0)
 
     def _tell_watchdogs(self) -> None:
         by_host: dict[int, list[tuple[str, int, str]]] = {}
@@ -161,7 +171,7 @@ class Membership:
         self._added.add(group.id)
         self.groups.append(group)
         try:
-            group.create()
+            group.create(self._look_after_others)
             self._start_group(group)
             self._await_addresses([group])
         except StartFailed as error:
@@ -194,10 +204,21 @@ class Membership:
 
     def tick(self) -> None:
         """Do what is due: keep the router's list right, and let drained groups go on their way."""
+        self._look_for_head()
         if time.monotonic() - self._synced_at >= (POLL_S if self._leaving else SYNC_S):
             self._sync()
         for group in [group for group in self.groups if group.id in self._leaving]:
             self._advance(group, self._leaving[group.id])
+
+    def _look_for_head(self) -> None:
+        """Say when Ray's head is lost, and when it is back."""
+        has_head = self._hosts.head.is_alive()
+        if has_head != self._has_head:
+            self._has_head = has_head
+            if has_head:
+                self._progress.say("Ray's head answers again")
+            else:
+                self._progress.problem(f"{HEAD_LOST}; what runs goes on until Ray gives up (docs/cluster.md)")
 
     def _advance(self, group: Group, leaving: _Leaving) -> None:
         now = time.monotonic()
@@ -281,13 +302,15 @@ class Membership:
             return
         generation = group.generation
         try:
+            if not self._hosts.head.is_alive():
+                raise GivenUp(f"{group.id}: {HEAD_LOST}")
             delay = admit_restart(group.restarts, group.id, self._config.supervisor)
             group.end()
             self._tell_peers(group, generation)
             while not self._has_started_again(group, delay):
                 delay = admit_restart(group.restarts, group.id, self._config.supervisor)
                 group.end()
-        except TooManyRestarts as error:
+        except GivenUp as error:
             if not any(other.was_ready for other in self.serving(group.config.role) if other is not group):
                 raise
             self._progress.problem(f"{error}; others of its role go on")
@@ -301,7 +324,7 @@ class Membership:
         if self._stop.wait(delay):
             raise Stopped
         try:
-            group.create()
+            group.create(self._look_after_others)
             self._start_group(group)
         except StartFailed as error:
             self._progress.problem(str(error))
@@ -328,7 +351,8 @@ class Membership:
         """End every group: leaders drain, ranks end with them, what is left is killed."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):
+        self._look_for_head()
+        try:
             for group in self.groups:
                 group.ask_to_stop()
             # Ranks end with their leader; one whose leader never came up would wait for it much longer.
@@ -340,7 +364,9 @@ class Membership:
             for group in self.groups:
                 group.end()
                 group.release()
-            self._hosts.leave()
+        except ray.exceptions.RayError as error:
+            self._progress.problem(f"Ray did not end every group: {' '.join(str(error).split())}")
+        self._hosts.leave()
 
     def close(self) -> None:
         self._http.close()

@@ -18,12 +18,12 @@ class Stopped(Exception):
     """Somebody asked the cluster to stop."""
 
 
-class TooManyRestarts(ClusterFailed):
-    """Something died more often than it may."""
+class GivenUp(ClusterFailed):
+    """What died is not started again: it has died too often, or nothing can be started."""
 
 
 def admit_restart(restarts: deque[float], name: str, limits: SupervisorSettings) -> float:
-    """Count one more restart; return the seconds to wait before it. Raises TooManyRestarts.
+    """Count one more restart; return the seconds to wait before it. Raises GivenUp.
 
     restarts: times of those within the window, changed here.
     """
@@ -31,7 +31,7 @@ def admit_restart(restarts: deque[float], name: str, limits: SupervisorSettings)
     while restarts and now - restarts[0] > limits.restart_window_s:
         restarts.popleft()
     if len(restarts) >= limits.max_restarts:
-        raise TooManyRestarts(
+        raise GivenUp(
             f"{name} ended {len(restarts) + 1} times within {limits.restart_window_s:g} s: given up "
             f"(supervisor: max_restarts = {limits.max_restarts})"
         )

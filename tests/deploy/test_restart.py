@@ -33,7 +33,7 @@ class Group:
         self.restarts: deque[float] = deque()
         self.members: list[Member] = []
 
-    def create(self) -> None:
+    def create(self, meanwhile: Any) -> None:
         self.calls.append("create")
 
     def start(self) -> None:
@@ -59,7 +59,8 @@ def restart(tmp_path: Path) -> Any:
     path.write_text("supervisor: {max_restarts: 3, restart_backoff_s: 0.001}\n")
     config = load_cluster_config(argparse.Namespace(config=str(path), model=str(ORACLE)), {})
     progress = Progress(Console(file=io.StringIO()))
-    hosts = SimpleNamespace(here=None, watch=lambda targets: None)
+    head = SimpleNamespace(is_alive=lambda: True)
+    hosts = SimpleNamespace(here=None, head=head, watch=lambda targets: None)
     members = Membership(config, hosts, control=None, progress=progress, stop=threading.Event())
     members.groups = []
     yield lambda group: members.restart(group, [(Member("prefill-0 rank 0", None, None, 1, path), "killed")])
