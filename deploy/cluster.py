@@ -89,6 +89,7 @@ class _Cluster:
         self._http = httpx.Client(timeout=2, trust_env=False)
         self._watchdog = Watchdog(self._watched, say=progress.problem)
         self._view = RouterView(config.router.url, http=self._http, progress=progress)
+        self._looked_at = 0.0
         self._silence = contextlib.ExitStack()
 
     # ------------------------------------------------------------ life
@@ -162,20 +163,24 @@ class _Cluster:
         self._view.look(self._members.groups)
         self._control = ControlServer(self._members, self._run_dir)
         self._control.start()
+        self._members.meanwhile = self._look_after_rest
         self._progress.ready(self._config, self._view.topology(), self._log_dir)
 
     def _watch(self) -> None:
-        assert self._control is not None
-        looked = 0.0
         while True:
             self._raise_if_stopped()
             self._members.collect_deaths(POLL_S)
-            self._mind_router()
-            self._control.run_commands()
             self._members.tick()
-            if time.monotonic() - looked > WATCH_S:
-                looked = time.monotonic()
-                self._view.look(self._members.groups)
+            self._look_after_rest()
+
+    def _look_after_rest(self) -> None:
+        """Look after all but the groups: also called while one of them is waited for."""
+        self._mind_router()
+        if self._control is not None:
+            self._control.run_commands()
+        if time.monotonic() - self._looked_at > WATCH_S:
+            self._looked_at = time.monotonic()
+            self._view.look(self._members.groups)
 
     def _mind_router(self) -> None:
         code = self._router.exit_code

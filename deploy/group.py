@@ -7,6 +7,7 @@ or `release` when the group leaves for good.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable
@@ -118,7 +119,7 @@ class Group:
             base = self._options()
         except (ray.exceptions.RayError, TimeoutError) as error:
             self._hosts.forget(self.host)
-            raise StartFailed(f"{self.host.facts.name} does not answer: {' '.join(str(error).split())}") from None
+            raise StartFailed(f"{self.host.facts.name} does not answer: {_first_words(error)}") from None
         leader, *ranks = ({"name": f"{self.id}.{name}.{self.num_starts}", **base} for name in names)
         self._actors = [
             ray.remote(LeaderProcess)
@@ -140,7 +141,7 @@ class Group:
         try:
             pids = ray.get([actor.pid.remote() for actor in self._actors], timeout=START_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            raise StartFailed(f"{self.id}: Ray did not start its processes: {' '.join(str(error).split())}") from None
+            raise StartFailed(f"{self.id}: Ray did not start its processes: {_first_words(error)}") from None
         self.members = [
             Member(f"{self.id} {name.replace('rank', 'rank ')}", actor, actor.run.remote(), pid, path)
             for (name, path), actor, pid in zip(self._log_paths.items(), self._actors, pids, strict=True)
@@ -224,7 +225,7 @@ class Group:
         # one bundle, hence one host: rings are shared memory, and ranks exchange through it
         bundle = {name: share * processes for name, share in self._numa.items()}
         bundle |= {name: amount for name, amount in self._wish.all_resources.items()}
-        bundle = bundle or {"CPU": _SHARE}
+        bundle = bundle or {"memory": 1.0}  # every host has some; CPUs may all be withheld from Ray
         try:
             if self._bundles is None:
                 self._bundles = ray.util.placement_group([bundle], strategy="STRICT_PACK", name=self.id)
@@ -240,7 +241,12 @@ class Group:
             table = ray.util.placement_group_table(self._bundles)
             return self._hosts.at(table["bundles_to_node_id"][0])
         except (ray.exceptions.RayError, TimeoutError) as error:
-            raise StartFailed(f"{self.id}: no host found: {' '.join(str(error).split())}") from None
+            raise StartFailed(f"{self.id}: no host found: {_first_words(error)}") from None
+
+
+def _first_words(error: Exception) -> str:
+    """Return the beginning of what may be a page."""
+    return textwrap.shorten(str(error), 240, placeholder=" ...")
 
 
 def kill_and_wait(pids: list[int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,7 @@ class Membership:
         self._requests: dict[str, int] = {}
         self._synced_at = 0.0
         self._has_head = True
+        self.meanwhile: Callable[[], None] = lambda: None  # what else must not wait while a group is waited for
         self._http = httpx.Client(timeout=2, trust_env=False)
 
     # ------------------------------------------------------------ what there is
@@ -141,13 +142,17 @@ class Membership:
     def _await_addresses(self, groups: list[Group]) -> None:
         for group in groups:
             while not group.read_address(POLL_S):
-                self._look_after_others()
+                self._look_after_others(group)
         self._tell_watchdogs()
 
-    def _look_after_others(self) -> None:
-        """What must not wait while one group is waited for."""
+    def _look_after_others(self, group: Group) -> None:
+        """Do what must not wait while `group` is waited for. Raises StartFailed if it has left meanwhile."""
         self._raise_if_stopped()
         self.collect_deaths(0)
+        self.tick()
+        self.meanwhile()
+        if group.id in self.left:
+            raise StartFailed(f"{group.id}: has left")
 
     def _tell_watchdogs(self) -> None:
         by_host: dict[int, list[tuple[str, int, str]]] = {}
@@ -171,11 +176,12 @@ class Membership:
         self._added.add(group.id)
         self.groups.append(group)
         try:
-            group.create(self._look_after_others)
+            group.create(lambda: self._look_after_others(group))
             self._start_group(group)
             self._await_addresses([group])
         except StartFailed as error:
-            self._part(group, str(error))
+            if group.id not in self.left:
+                self._part(group, str(error))
         if group.id in self.left:
             raise StartFailed(self.left[group.id])
         self._sync()
@@ -227,6 +233,9 @@ class Membership:
             if now > leaving.kill_at:
                 self._part(group, "drained; it did not end by itself and was killed")
             return
+        if not group.members:
+            self._part(group, "drained")
+            return
         is_late = leaving.deadline is not None and now > leaving.deadline
         if self._requests.get(group.url) == 0 or is_late:
             if is_late:
@@ -269,6 +278,9 @@ class Membership:
         import ray
 
         runs = [run for group in self.groups for run in group.runs]
+        if not runs:
+            self._stop.wait(timeout_s)
+            return
         try:
             ended, _ = ray.wait(runs, num_returns=1, timeout=timeout_s)
         except ray.exceptions.RayError as error:
@@ -308,6 +320,8 @@ class Membership:
             group.end()
             self._tell_peers(group, generation)
             while not self._has_started_again(group, delay):
+                if group.id in self.left:
+                    return
                 delay = admit_restart(group.restarts, group.id, self._config.supervisor)
                 group.end()
         except GivenUp as error:
@@ -316,7 +330,8 @@ class Membership:
             self._progress.problem(f"{error}; others of its role go on")
             self._part(group, str(error))
             return
-        self._await_addresses([group])
+        with contextlib.suppress(StartFailed):  # it has left
+            self._await_addresses([group])
 
     def _has_started_again(self, group: Group, delay: float) -> bool:
         """Start a group after `delay`; return False if one of its processes ended before it said its first word."""
@@ -324,7 +339,7 @@ class Membership:
         if self._stop.wait(delay):
             raise Stopped
         try:
-            group.create(self._look_after_others)
+            group.create(lambda: self._look_after_others(group))
             self._start_group(group)
         except StartFailed as error:
             self._progress.problem(str(error))
