@@ -86,7 +86,18 @@ def _memory_line(memory: Mapping[str, Any]) -> str:
 
 def _worker_table(topology: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("worker", "state", "leader", "ranks", "NUMA", "running", "waiting", "free blocks", "landings"):
+    for column in (
+        "worker",
+        "state",
+        "address",
+        "leader",
+        "ranks",
+        "NUMA",
+        "running",
+        "waiting",
+        "free blocks",
+        "landings",
+    ):
         table.add_column(column)
     for worker in topology.get("workers", []):
         ranks = worker.get("ranks", [])
@@ -95,6 +106,7 @@ def _worker_table(topology: Mapping[str, Any]) -> Table:
         table.add_row(
             worker["id"],
             worker["state"],
+            worker["url"].removeprefix("http://"),
             f"pid {worker['leader_pid']}",
             ", ".join(f"{rank['rank']}: pid {rank['pid']} {rank['device']}" for rank in ranks),
             ", ".join(sorted(places)),

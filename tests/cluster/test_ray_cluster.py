@@ -22,7 +22,8 @@ GOLDEN = load_file(HERE.parent / "oracle" / "tiny" / "golden.safetensors")
 LENGTHS = (1, 5, 64, 129, 257, 300)
 MODEL = "oracle-tiny"
 NUM_CLIENTS = 4
-MAX_TOKENS = 80
+PAUSE_S = 0.5  # of a client between two requests: what joins must find time to load beside them
+MAX_TOKENS = 64
 DEADLINE_S = 90.0
 
 CONFIG = """
@@ -94,6 +95,7 @@ class Load:
                 number = next(self._numbers)
                 n = number % len(self._requests)
                 self.outcomes.append((n, client.send(self._requests[n], f"load-{number}", stream=number % 2 == 0)))
+                self._stop.wait(PAUSE_S)
 
     def _client(self) -> Any:
         return contextlib.closing(load.Client(self._cluster.port, MODEL, deadline_s=DEADLINE_S))
