@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import msgspec
 
 from deploy.config import ClusterConfig
 from deploy.group import HEAD_LOST, Group, Member, StartFailed
 from deploy.hosts import Hosts
 from deploy.joining import new_group
+from deploy.peers import Peers
 from deploy.progress import Progress
 from deploy.restarts import ClusterFailed, GivenUp, Stopped, admit_restart
 from deploy.router_control import RouterControl, Wanted
 from engine.flags import ConfigError
-from router.protocol import WorkerRole, WriterLost, encode
+from router.protocol import WorkerRole
 
 POLL_S = 0.25
 SYNC_S = 1.0
@@ -86,7 +86,7 @@ class Membership:
         self._synced_at = 0.0
         self._has_head = True
         self.meanwhile: Callable[[], None] = lambda: None  # what else must not wait while a group is waited for
-        self._http = httpx.Client(timeout=2, trust_env=False)
+        self._peers = Peers()
 
     # ------------------------------------------------------------ what there is
 
@@ -260,7 +260,7 @@ class Membership:
         generation = group.generation
         self._leaving.pop(group.id, None)
         group.end()
-        self._tell_peers(group, generation)
+        self._peers.tell_of_end(group, generation, self.groups)
         group.release()
         self.groups = [other for other in self.groups if other is not group]
         self.left[group.id] = how
@@ -318,7 +318,7 @@ class Membership:
                 raise GivenUp(f"{group.id}: {HEAD_LOST}")
             delay = admit_restart(group.restarts, group.id, self._config.supervisor)
             group.end()
-            self._tell_peers(group, generation)
+            self._peers.tell_of_end(group, generation, self.groups)
             while not self._has_started_again(group, delay):
                 if group.id in self.left:
                     return
@@ -346,20 +346,6 @@ class Membership:
             return False
         return True
 
-    def _tell_peers(self, group: Group, generation: int) -> None:
-        """Tell the other role's leaders that this generation's processes are gone, so that they free what it held."""
-        if not generation:
-            return
-        route = "/writer_lost" if group.config.role == "prefill" else "/unlink"
-        for peer in self.groups:
-            if peer.config.role != group.config.role and peer.url:
-                with contextlib.suppress(httpx.HTTPError):  # a peer that can't be reached is being ended itself
-                    self._http.post(
-                        peer.url + route,
-                        content=encode(WriterLost(generation=generation)),
-                        headers={"content-type": "application/msgpack"},
-                    )
-
     # ------------------------------------------------------------ end
 
     def end(self) -> None:
@@ -384,7 +370,7 @@ class Membership:
         self._hosts.leave()
 
     def close(self) -> None:
-        self._http.close()
+        self._peers.close()
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from router import protocol
+from router.bring_up import bring_up
 from router.client import WorkerError, WorkerUnreachable
 from router.policy import PairSnapshot
 from router.protocol import PROTOCOL_VERSION, StreamFrame, WorkerInfo, WorkerRole
@@ -29,9 +30,7 @@ from router.workers import Pair, Worker
 
 log = logging.getLogger("isthmus.router")
 
-LINK_TIMEOUT_S = 60.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
-BRING_UP_MIN_S, BRING_UP_MAX_S = 0.1, 5.0
 TELL_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -353,39 +352,8 @@ class Registry:
 
     async def _bring_up(self, pair: Pair) -> None:
         assert self._warm_up is not None
-        delay = BRING_UP_MIN_S
         try:
-            while pair.state in ("linking", "warming"):
-                generations = pair.generations
-                try:
-                    if pair.linked != generations:
-                        reply = await pair.prefill.client.link(_link_request(pair), timeout_s=LINK_TIMEOUT_S)
-                        pair.learn(reply)
-                        pair.linked = generations
-                    await self._warm_up(pair)
-                except WorkerError as error:
-                    if pair.reason != error.message and error.code != "not_ready":
-                        log.warning("pair %s -> %s: %s", pair.prefill.url, pair.decode.url, error.message)
-                    pair.reason = error.message
-                    if error.code not in ("no_capacity", "not_ready"):
-                        pair.linked = (0, 0)
-                    await asyncio.sleep(delay)
-                    delay = min(2 * delay, BRING_UP_MAX_S)
-                    continue
-                except Exception:
-                    log.exception("pair %s -> %s can't be brought up", pair.prefill.url, pair.decode.url)
-                    await asyncio.sleep(BRING_UP_MAX_S)
-                    continue
-                if pair.generations == generations and pair.linked == generations:
-                    pair.warmed, pair.reason = generations, ""
-                    log.info(
-                        "pair %s -> %s is warm: %s over %s",
-                        pair.prefill.url,
-                        pair.decode.url,
-                        pair.transport,
-                        pair.lane,
-                    )
-                    return
+            await bring_up(pair, self._warm_up)
         finally:
             pair.task = None
             self._reconcile_soon()
@@ -420,15 +388,3 @@ def _refusal(worker: Worker, info: WorkerInfo) -> str:
             "of it any more: it is asked to end; start it again"
         )
     return ""
-
-
-def _link_request(pair: Pair) -> protocol.LinkRequest:
-    info = pair.decode.info
-    assert info is not None and info.fingerprints is not None
-    return protocol.LinkRequest(
-        worker_id=info.id,
-        generation=info.generation,
-        url=pair.decode.url,
-        fingerprints=info.fingerprints,
-        endpoints=info.endpoints,
-    )
