@@ -7,14 +7,17 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import random
 import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from safetensors.numpy import load_file
 
 HERE = Path(__file__).parent
@@ -25,6 +28,8 @@ NUM_CLIENTS = 4
 PAUSE_S = 0.5  # of a client between two requests: what joins must find time to load beside them
 MAX_TOKENS = 64
 DEADLINE_S = 90.0
+LONG_S = float(os.environ.get("ISTHMUS_XPYD_SECONDS", "240"))
+LONG_SEED = 7
 
 CONFIG = """
 device: cpu
@@ -118,6 +123,49 @@ def is_alive(pid: int) -> bool:
 def run(cluster: Any, *words: str) -> None:
     done = cluster.run_command(*words)
     assert done.returncode == 0, done.stdout + done.stderr + cluster.output
+
+
+def change(cluster: Any, rng: random.Random) -> str:
+    """Add, drain or kill something; return what it was, when the cluster has taken it in."""
+    workers = cluster.workers()
+    of_role = {role: [name for name in workers if name.startswith(role)] for role in ("prefill", "decode")}
+    role = rng.choice(list(of_role))
+    # what is struck has a second of its kind: without any there is no pair, and requests are refused
+    kinds = ["kill leader", "kill rank", "drain"] if len(of_role[role]) > 1 else []
+    kinds += ["add"] if len(of_role[role]) < 3 else []
+    kind, name = rng.choice(kinds), rng.choice(of_role[role])
+    if kind == "add":
+        run(cluster, "add", role)
+    elif kind == "drain":
+        run(cluster, "drain", name)
+    else:
+        worker = workers[name]
+        os.kill(worker["leader_pid"] if kind == "kill leader" else worker["ranks"][0]["pid"], signal.SIGKILL)
+        cluster.await_true(lambda: cluster.workers()[name]["generation"] != worker["generation"], timeout_s=60)
+        cluster.await_true(lambda: all(p["state"] == "ready" for p in cluster.topology()["pairs"]), timeout_s=60)
+    return f"{kind} {role if kind == 'add' else name}"
+
+
+@pytest.mark.long
+def test_ray_cluster_loses_nothing_in_minutes_of_random_changes(
+    launch, oracle_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text(CONFIG + "supervisor: {max_restarts: 1000, restart_window_s: 5}\n")
+    cluster = launch(str(config), "--model", str(oracle_model))
+    cluster.await_ready()
+    clients = Load(cluster)
+    clients.start()
+    rng, done, end = random.Random(LONG_SEED), [], time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        clients.await_more(NUM_CLIENTS)
+        done.append(change(cluster, rng))
+        with capsys.disabled():
+            print(f"  {done[-1]}: {len(clients.outcomes)} answers, {len(tried_again(cluster))} tries again", flush=True)
+    clients.stop()
+    held = baseline.await_idle(cluster)
+    assert baseline.is_idle(held) and held["orphans"] == []
+    assert any(tokens > 0 for tokens, _ in tried_again(cluster))
 
 
 def test_ray_cluster_loses_nothing_while_groups_join_drain_and_die_under_load(
