@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from engine import numa
+from engine import numa_binding
 from engine.flags import ConfigError, engine_config
 from engine.memory_parts import fixed_parts
 from engine.prompt_run import PromptRun
@@ -56,7 +56,7 @@ class InProcessEngine:
             max_model_len=longest,
             max_num_batched_tokens=chunk_tokens or config.max_num_batched_tokens,
         )
-        numa.bind(node=config.numa_node, cpus=config.cpus)
+        numa_binding.bind(node=config.numa_node, cpus=config.cpus)
         torch.set_num_threads(config.threads)
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch finds no GPU here; use --device cpu, with a small model")

@@ -267,8 +267,16 @@ class Ladder:
             "fields": plan.fields,
             "arrivals": ("Poisson" if plan.poisson else "even") if plan.rates else None,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "isthmus": importlib.metadata.version("isthmus"),
+            "isthmus": _version(),
         }
+
+
+def _version() -> str:
+    """Return the package's version; a checkout that is not installed has none, which is no reason to lose a report."""
+    try:
+        return importlib.metadata.version("isthmus")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _volume(streams: Sequence[Stream]) -> tuple[int, int, float | None]:

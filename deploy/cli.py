@@ -174,18 +174,22 @@ def _plan(argv: list[str]) -> int:
     return 0
 
 
-@verb("check", "verify that a cluster could start here: names, port, model, memory, CPUs and GPUs")
+@verb("check", "could a cluster start here, and run well? driver, GPUs, NUMA, ports, memory, limits, model; what to do")
 def _check(argv: list[str]) -> int:
+    from deploy.check import check
     from deploy.config import add_cluster_flags, load_cluster_config
-    from deploy.preflight import check
 
-    parser = _parser("check", "Run the checks that `up` runs before it starts anything.")
+    parser = _parser(
+        "check",
+        "Look at this host for what a cluster needs, and say of each thing what was found and what to do: versions, "
+        "ports, model folder, memory plan, NUMA placement, host memory, limits, lanes, and with device: cuda driver, "
+        "architecture, memory and peer-to-peer of the GPUs. Starts nothing. Exit code 1 if there is a problem, 0 with "
+        "warnings only. What is a problem to `up` is one here, by the same code.",
+    )
     add_cluster_flags(parser)
-    config = load_cluster_config(parse_flags(parser, argv), os.environ)
-    found = check(config)
-    gpus = f", {len(found.topology.gpus)} GPUs" if found.topology.gpus else ""
-    print(f"ok: {len(config.groups)} groups fit on {len(found.topology.nodes)} NUMA node(s){gpus}")
-    return 0
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args = parse_flags(parser, argv)
+    return check(load_cluster_config(args, os.environ), environ=os.environ, as_json=args.json)
 
 
 @verb("kernels", "`kernels check`: compile every GPU kernel for its targets and check it; needs no GPU")

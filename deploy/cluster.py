@@ -71,7 +71,8 @@ class _Cluster:
         here = hosts.Host(
             hosts.HostFacts(
                 name="this host", topology=checked.topology, run_dir=str(run_dir), log_dir=str(self._log_dir)
-            )
+            ),
+            placements={placement.config.worker_id: placement for placement in checked.placements},
         )
         router_socket = run_dir / "router.sock"
         self._members = Membership(

@@ -100,6 +100,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def served_model_name(self) -> str:
         return self.groups[0].served_model_name or Path(self.model).resolve().name
 
+    @property
+    def without_node(self) -> frozenset[str]:
+        """Return the worker_ids of groups whose numa_node nobody has set: `place` chooses it."""
+        return frozenset(name for name, origin in self.origins.items() if origin.get("numa_node") == "default")
+
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Add the YAML file, the router's address and every shared engine flag, each with a twin for one role only."""

@@ -55,8 +55,18 @@ class Group:
     `decode-0.rank1.3`; generation is what the leader of this life tells everybody.
     """
 
-    def __init__(self, config: EngineConfig, hosts: Hosts, *, is_private: bool, wish: HostWish | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hosts: Hosts,
+        *,
+        is_private: bool,
+        wish: HostWish | None = None,
+        chooses_node: bool = False,
+    ) -> None:
+        """chooses_node: nobody has set its numa_node, so its host gives it one."""
         self._config, self._hosts, self.is_private = config, hosts, is_private
+        self._chooses_node = chooses_node
         self._wish = wish or HostWish()
         self.host: Host = hosts.here
         self.placement: Placement | None = None
@@ -92,8 +102,11 @@ class Group:
     def place(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Find host, CPUs and GPUs. Raises StartFailed if no host will do, ConfigError if the one found won't."""
         if not self.is_private:
-            self.host = self._find_host(meanwhile)
-        self.placement = self.host.place(self._config)
+            host = self._find_host(meanwhile)
+            if host is not self.host:
+                self.host.release(self.id)
+            self.host = host
+        self.placement = self.host.place(self._config, chooses_node=self._chooses_node)
 
     def create(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Ask Ray for one more life of the group; several groups may come up at the same time.
@@ -215,6 +228,7 @@ class Group:
 
     @property
     def _numa(self) -> dict[str, float]:
+        """What each process takes of Ray: of a node that is configured; one is chosen only when the host is known."""
         return {f"numa:{self._config.numa_node}": _SHARE} if self._config.numa_node >= 0 else {}
 
     def _find_host(self, meanwhile: Callable[[], None]) -> Host:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from deploy.local_ray import runtime_environment
-from deploy.placement import Placement, place
+from deploy.placement import Placement, choose_nodes, place
 from deploy.ray_head import RayHead
 from deploy.state import state_directory
 from deploy.watchdog import Watchdog
@@ -83,12 +83,12 @@ class HostAgent:
 class Host:
     """What `isthmus up` knows of one host. agent: None: it is this process's own.
 
-    gpus: that are given to groups, by worker id. watched: what its watchdog looks at.
+    placements: of the groups that are here, by worker id.
     """
 
     facts: HostFacts
     agent: Any = None
-    gpus: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
@@ -98,17 +98,22 @@ class Host:
     def log_dir(self) -> Path:
         return Path(self.facts.log_dir)
 
-    def place(self, config: EngineConfig) -> Placement:
-        """Give a group its CPUs and GPUs here. Raises ConfigError if it can't have them."""
-        self.release(config.worker_id)
-        taken = {gpu for gpus in self.gpus.values() for gpu in gpus}
-        (placement,) = place((config,), self.facts.topology, taken=taken)
-        self.gpus[config.worker_id] = placement.gpus
-        return placement
+    def place(self, config: EngineConfig, *, chooses_node: bool = False) -> Placement:
+        """Give a group its CPUs and GPUs here; those it has already, if it is here. Raises ConfigError if it can't.
+
+        chooses_node: nobody has set its numa_node; it gets one beside those that are here.
+        """
+        if config.worker_id not in self.placements:
+            taken = {gpu for placement in self.placements.values() for gpu in placement.gpus}
+            others = [placement.config for placement in self.placements.values()]
+            unset = {config.worker_id} if chooses_node else set()
+            config = choose_nodes([*others, config], self.facts.topology, unset=unset)[-1]
+            (self.placements[config.worker_id],) = place((config,), self.facts.topology, taken=taken)
+        return self.placements[config.worker_id]
 
     def release(self, worker_id: str) -> None:
-        """Take back the GPUs of a group that has left."""
-        self.gpus.pop(worker_id, None)
+        """Take back what a group has here: it has left."""
+        self.placements.pop(worker_id, None)
 
     def runtime_environment(self, cpus: str, node: int) -> dict[str, Any]:
         if self.agent is None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from deploy.config import ClusterConfig, require_consistent, require_joined_ray
 from deploy.host_wish import HostWish, take_wish
+from deploy.preflight import plan_group
 from engine.config import EngineConfig
 from engine.flags import FIELDS, ConfigError, Layer, resolve
-from engine.memory_plan import plan_memory
-from engine.served_model import served_model
 from router.protocol import WorkerRole
 
 ORIGIN = "isthmus add"
@@ -36,10 +35,7 @@ def new_group(
     if group.worker_id in used_ids:
         raise ConfigError(f"worker_id = {group.worker_id!r} ({ORIGIN}): used before; leave it out, or choose another")
     require_consistent([pattern, group])
-    try:
-        plan_memory(group, served_model(group).config)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{group.worker_id}: {error}") from None
+    plan_group(group)
     return group, wish
 
 

@@ -76,7 +76,13 @@ class Membership:
         self._progress, self._stop = progress, stop
         self._is_private = not config.supervisor.ray_address
         self.groups = [
-            Group(group, hosts, is_private=self._is_private, wish=config.wishes.get(group.worker_id))
+            Group(
+                group,
+                hosts,
+                is_private=self._is_private,
+                wish=config.wishes.get(group.worker_id),
+                chooses_node=group.worker_id in config.without_node,
+            )
             for group in config.groups
         ]
         self.left: dict[str, str] = {}  # worker ids of groups that have left, and how
@@ -137,6 +143,8 @@ class Membership:
         group.start()
         pids = ", ".join(f"{member.name.removeprefix(group.id + ' ')} pid {member.pid}" for member in group.members)
         self._progress.say(f"{group.id}: {group.describe()}")
+        for warning in group.placement.warnings if group.placement and group.num_starts == 1 else ():
+            self._progress.problem(warning)
         self._progress.say(f"{group.id}: {pids}")
 
     def _await_addresses(self, groups: list[Group]) -> None:
@@ -170,7 +178,8 @@ class Membership:
         """
         used_ids = {group.id for group in self.groups} | self.left.keys()
         config, wish = new_group(self._config, role, settings, used_ids=used_ids)
-        group = Group(config, self._hosts, is_private=self._is_private, wish=wish)
+        chooses_node = "numa_node" not in settings and config.numa_node < 0
+        group = Group(config, self._hosts, is_private=self._is_private, wish=wish, chooses_node=chooses_node)
         if self._is_private:
             group.place()
         self._added.add(group.id)

@@ -38,6 +38,8 @@ def print_plan(config: ClusterConfig, *, as_json: bool = False) -> None:
         )
         if found.placements:
             _console.print(f"  {found.placements[index].describe()}")
+            for warning in found.placements[index].warnings:
+                _console.print(f"  warning: {warning}")
         _console.print(_memory_table(memory))
         for line in _allowed(plan, memory):
             _console.print(f"  {line}")
@@ -90,6 +92,7 @@ def _as_json(config: ClusterConfig, found: preflight.Preflight) -> dict[str, Any
                 "ranks": plan.config.ranks,
                 "device": plan.config.device,
                 "placement": found.placements[index].describe() if found.placements else "",
+                "warnings": list(found.placements[index].warnings) if found.placements else [],
                 "block_tokens": plan.layout.block_tokens,
                 "block_bytes": plan.layout.block_bytes,
                 "slot_bytes": plan.layout.slot_bytes,

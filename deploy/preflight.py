@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deploy.config import ClusterConfig
 from deploy.placement import Placement, place
+from engine.config import EngineConfig
 from engine.flags import ConfigError
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import shard_paths
@@ -43,20 +44,35 @@ def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True
     """
     require_own_packages()
     if needs_port:
-        require_free_port(config.router.host, config.router.port)
+        require_free_ports(config)
     topology = discover(sysfs)
     placements, unplaced = _place(config, topology, is_plan=is_plan)
     plans, published = [], ""
     for group in config.groups:
-        try:
-            model = served_model(group, needs_folder=not is_plan)
-            plans.append(plan_memory(group, model.config))
-            published = Path(group.model).name if model.is_published else ""
-            if not (is_plan and model.is_published) and group.load_format != "synthetic":
-                shard_paths(group.model)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{group.worker_id}: {error}") from None
+        plan, is_published = plan_group(group, is_plan=is_plan)
+        plans.append(plan)
+        published = Path(group.model).name if is_published else ""
     return Preflight(topology, placements, tuple(plans), published, unplaced)
+
+
+def plan_group(group: EngineConfig, *, is_plan: bool = False) -> tuple[MemoryPlan, bool]:
+    """Return a group's memory plan, and whether a published config stands in for its model folder.
+
+    Raises ConfigError if the plan does not fit, or the folder is not complete.
+    """
+    try:
+        model = served_model(group, needs_folder=not is_plan)
+        plan = plan_memory(group, model.config)
+        if not (is_plan and model.is_published) and group.load_format != "synthetic":
+            shard_paths(group.model)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{group.worker_id}: {error}") from None
+    return plan, model.is_published
+
+
+def place_groups(config: ClusterConfig, topology: NumaTopology) -> tuple[Placement, ...]:
+    """Return where the groups go. Raises ConfigError if one can't."""
+    return place(config.groups, topology, unset=config.without_node)
 
 
 def _place(config: ClusterConfig, topology: NumaTopology, *, is_plan: bool) -> tuple[tuple[Placement, ...], str]:
@@ -64,11 +80,27 @@ def _place(config: ClusterConfig, topology: NumaTopology, *, is_plan: bool) -> t
     if config.supervisor.ray_address:
         return (), "the hosts of the Ray cluster are asked when a group comes to them"
     try:
-        return place(config.groups, topology), ""
+        return place_groups(config, topology), ""
     except ConfigError as error:
         if is_plan and any(group.device == "cuda" for group in config.groups):
             return (), str(error)
         raise
+
+
+def require_free_ports(config: ClusterConfig) -> None:
+    """Raise ConfigError unless the router, and each leader that is given a port, could listen there now.
+
+    Leaders that a cluster of several hosts places are another host's, maybe: theirs are not looked at.
+    """
+    wanted = [(config.router.host, config.router.port, "router")]
+    if not config.supervisor.ray_address:
+        wanted += [(group.host, group.port, group.worker_id) for group in config.groups if group.port]
+    users: dict[int, str] = {}
+    for host, port, user in wanted:
+        if port in users:
+            raise ConfigError(f"port {port}: given to {users[port]} and to {user}; give each its own, or leaders none")
+        users[port] = user
+        require_free_port(host, port)
 
 
 def require_free_port(host: str, port: int) -> None:

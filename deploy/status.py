@@ -41,11 +41,13 @@ def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> in
         for worker in topology.get("workers", []):
             if memory := worker.get("memory"):
                 _console.print(f"  {worker['id']}: {_memory_line(memory)}")
+            for line in numa_lines(worker):
+                _console.print(f"  {line}")
         for pair in topology.get("pairs", []):
             lane = ""
             if link := pair.get("link"):
                 speed = f"{link['gb_per_s']:.1f} GB/s, {link['latency_us']:.0f} us"
-                lane = f", {pair['transport']} over {pair['lane']}, {speed}"
+                lane = f", {pair['transport']} over {pair['lane']}, {speed}{_staging_text(pair)}"
             _console.print(f"  {pair['prefill']} -> {pair['decode']}: {pair['state']}{lane}")
     return 0
 
@@ -82,6 +84,23 @@ def _memory_line(memory: Mapping[str, Any]) -> str:
     origin = "measured" if memory["is_measured"] else "planned"
     left, device = memory["left_bytes"] / 2**30, memory["device_bytes"] / 2**30
     return f"memory of a rank, GiB, {origin}: {parts}; left {left:.2f} of {device:.2f}"
+
+
+def numa_lines(worker: Mapping[str, Any]) -> list[str]:
+    """Return, per rank of a /topology worker, what NUMA binding was verified, then what to do about what is amiss."""
+    lines = []
+    for rank in worker.get("ranks", []):
+        numa, name = rank["numa"], f"{worker['id']} rank {rank['rank']}"
+        lines.append(f"{name}: NUMA {numa['status']}: {numa['evidence']}")
+        lines += [f"{name}: warning: {text}" for text in numa.get("warnings", [])]
+    return lines
+
+
+def _staging_text(pair: Mapping[str, Any]) -> str:
+    """Return where the receiver's staging memory lies: it should be on the decode side's node."""
+    pages = pair.get("staging_pages") or {}
+    where = ", ".join(f"{count:,} on node {node}" for node, count in sorted(pages.items()))
+    return f", staging pages: {where}" if where else ""
 
 
 def _worker_table(topology: Mapping[str, Any]) -> Table:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "hyper-connections": ("spread_kernel", "finish_kernel"),
+    "hyper-connections": ("spread_kernel", "finish_kernel", "spread_chunk_kernel", "finish_chunk_kernel"),
     "cache write": ("cache_write_kernel", "commit_window_kernel", "store_rows_kernel"),
     "indexer": ("query_kernel", "logits_kernel", "chunk_scores_kernel", "top_k_kernel", "row_top_k_kernel"),
     "attention": ("attention_kernel", "combine_kernel", "token_kernel", "shared_kernel"),

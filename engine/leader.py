@@ -27,7 +27,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.routing import Route
 
-from engine import numa
+from engine import numa_binding
 from engine.config import EngineConfig
 from engine.front import Front, command, seam_routes
 from engine.loop import EngineLoop
@@ -92,7 +92,7 @@ class _Leader:
 
     async def main(self, stop: threading.Event | None) -> int:
         config = self._config
-        numa.bind(node=config.numa_node, cpus=config.cpus)
+        numa_binding.bind(node=config.numa_node, cpus=config.cpus)
         model = served_model(config).config
         plan = plan_memory(config, model)
         end = LeaderEnd(config.ranks)

@@ -38,7 +38,7 @@ WORKSPACE_SCORES = 1 << 24
 CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
 EXPERTS_PARTS = 192 * MIB
-KERNEL_TOKENS = 8
+KERNEL_TOKENS = 8192
 MOST_TOKENS = 8192  # of a step, whatever its sequences: what kernels for packed rows are made for
 CHECKSUM_BYTES = 32 * MIB
 

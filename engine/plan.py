@@ -231,6 +231,7 @@ class PeerLinked(PlanMessage, frozen=True, kw_only=True):
     latency_us: float = 0.0
     gb_per_s: float = 0.0
     copy_gb_per_s: float = 0.0
+    staging_pages: dict[int, int] = {}
     error: str = ""
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine import numa
+from engine import numa_binding
 from engine import plan as messages
 from engine.config import EngineConfig
 from engine.leader import LeaderAddress
@@ -119,7 +119,7 @@ class RankProcess:
 
     def _load(self) -> None:
         config = self._config
-        binding = numa.bind(node=config.numa_node, cpus=config.cpus)
+        binding = numa_binding.bind(node=config.numa_node, cpus=config.cpus)
         self._progress("loading", "importing torch")
         import torch
 
@@ -141,6 +141,7 @@ class RankProcess:
         self._progress(
             "linking", f"registering {self._runner.cache.num_bytes / 2**20:,.1f} MiB with {config.transport}"
         )
+        self._show_places(binding)
         endpoint = self._open_transport()
         memory = None if gauge is None else gauge.measured(self._runner.graph_nodes)
         if memory is not None:
@@ -150,13 +151,21 @@ class RankProcess:
                 rank=self._rank,
                 pid=os.getpid(),
                 device=config.device,
-                numa=binding,
+                numa=binding.report(),
                 transport=config.transport,
                 endpoint=encode(endpoint),
                 model_fingerprint=self._runner.model_fingerprint,
                 memory=memory,
             )
         )
+
+    def _show_places(self, binding: numa_binding.Binding) -> None:
+        """Have the kernel asked where pools in host memory lie, while nobody else knows of them; or name the GPU."""
+        if self._runner.device.type == "cuda":
+            binding.see_gpu(numa_binding.gpu_address(self._runner.device.index or 0))
+            return
+        for pool in self._runner.cache.pool_addresses():
+            binding.see_memory(pool.name, pool.base, pool.unit_bytes * pool.num_units)
 
     def _gauge(self) -> MemoryGauge | None:
         """Return what measures this rank's memory while it starts, with its pools allocated; None on the CPU."""

@@ -81,6 +81,7 @@ def samples() -> list[Bench]:
         *small,
         _spread(3, hidden=128, top_k=TOP_K),
         _both(18, hidden=128, dtype=torch.float32),
+        _both(257, n=2, hidden=64, padding=1),
         _first(3, hidden=128),
         _spread(3, hidden=128),
     ]

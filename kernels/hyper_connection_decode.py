@@ -9,8 +9,11 @@ into spans of H, whose sums the second launch adds up in a fixed order; the norm
 the first launch's, done while it waits for y. The head is the same with n rows of fn; its x
 stays float32, and it carries nothing.
 
-Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, however many tokens there are.
-Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: C[j]; columns from n on hold anything).
+More than 256 tokens have launches of their own, with the same arguments: hyper_connection_chunk.py.
+
+Equal inputs give equal bits, and a token's bits depend on nothing but its own rows, and on whether there are more than
+256 of them. Layout: streams [T, n, H], carry [T, 1 + n, 4] float32 (row 0: post, row 1 + j: logits of C[j], or
+C[j] where `ready`; columns from n on hold anything).
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import hyper_connection_chunk as chunk
 from kernels.expert_parts import ExpertParts, add_up_reference
 from kernels.hyper_connection import collapse_reference, hc_head_reference, hc_post_reference, sinkhorn_reference
+from kernels.hyper_connection_chunk import FINISH_CHUNK, SPREAD_CHUNK, columns
 from kernels.hyper_finish_triton import finish_kernel
 from kernels.hyper_spread_triton import TOKENS, spread_kernel
 from kernels.norm_rope import rms_norm_reference
@@ -56,7 +61,7 @@ class Mixed:
     """Where a sublayer begins, or what the head returns.
 
     x: [T, H], the sublayer's input, in the streams' dtype; behind the head float32.   streams: [T, n, H].
-    carry: see the module; None behind the head.   eps, iters: of C.
+    carry: see the module; None behind the head.   eps, iters: of C.   ready: whether the carry holds C, not its logits.
     """
 
     x: Tensor
@@ -64,6 +69,7 @@ class Mixed:
     carry: Tensor | None
     eps: float
     iters: int
+    ready: bool = False
 
 
 def mix_reference(streams: Tensor, mixer: Mixer, *, sequence: Tensor | None = None) -> Mixed:
@@ -85,7 +91,9 @@ def spread_reference(y: Tensor | ExpertParts, before: Mixed, *, sequence: Tensor
     """See spread."""
     assert before.carry is not None
     n = before.streams.shape[1]
-    comb = sinkhorn_reference(before.carry[:, 1:, :n], eps=before.eps, iters=before.iters)
+    comb = before.carry[:, 1:, :n]
+    if not before.ready:
+        comb = sinkhorn_reference(comb, eps=before.eps, iters=before.iters)
     y = add_up_reference(y) if isinstance(y, ExpertParts) else y
     streams = hc_post_reference(y, before.streams, before.carry[:, 0, :n], comb)
     return streams if sequence is None else torch.where((sequence >= 0)[:, None, None], streams, 0)
@@ -103,6 +111,8 @@ def mix(
     _check(streams, mixer, sequence)
     if not uses_triton(streams):
         return mix_reference(streams, mixer, sequence=sequence)
+    if _is_chunk(streams, None, tiles[0] if tiles else None):
+        return _pass_chunk(None, streams, None, mixer, sequence, tiles)
     return _finish(streams, mixer, _begin(None, streams, None, mixer, sequence, tiles), sequence, tiles)
 
 
@@ -126,6 +136,8 @@ def spread_and_mix(
         streams = spread_reference(y, before, sequence=sequence)
         return mix_reference(streams, mixer, sequence=sequence)
     streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=before.streams.device)
+    if _is_chunk(streams, before, tiles[0] if tiles else None):
+        return _pass_chunk(streams, before.streams, (y, before), mixer, sequence, tiles)
     parts = _begin(streams, before.streams, (y, before), mixer, sequence, tiles)
     return _finish(streams, mixer, parts, sequence, tiles)
 
@@ -145,8 +157,58 @@ def spread(
     if not uses_triton(before.streams):
         return spread_reference(y, before, sequence=sequence)
     streams = torch.empty(before.streams.shape, dtype=before.streams.dtype, device=before.streams.device)
-    _begin(streams, before.streams, (y, before), None, sequence, (tile, tile) if tile else None)
+    if _is_chunk(streams, before, tile):
+        _begin_chunk(streams, before.streams, (y, before), None, sequence, tile)
+    else:
+        _begin(streams, before.streams, (y, before), None, sequence, (tile, tile) if tile else None)
     return streams
+
+
+def _is_chunk(streams: Tensor, before: Mixed | None, tile: Tile | None) -> bool:
+    """Return whether the launches are those of chunks: of a pass that has begun so, or one of many tokens that begins.
+
+    tile: of the first launch, if it was given, and then it decides where a pass begins.
+    """
+    found = chunk.takes(streams) if before is None else before.ready
+    if tile is None or ("SPAN" in tile.constants) == found:
+        return found
+    if before is not None:
+        raise ValueError(f"tile {dict(tile.constants)}: wanted one of {SPREAD_CHUNK if found else SPREAD}, as before")
+    return not found
+
+
+def _begin_chunk(
+    out: Tensor | None,
+    streams: Tensor,
+    after: tuple[Tensor | ExpertParts, Mixed] | None,
+    mixer: Mixer | None,
+    sequence: Tensor | None,
+    tile: Tile | None,
+) -> Tensor | None:
+    y, before = after or (None, None)
+    tile = tile or tile_for(SPREAD_CHUNK, arch_of(streams.device))
+    if not len(streams):
+        return None
+    carry = before.carry if before else None
+    return chunk.begin(out, streams, y, carry, mixer, sequence, tile, pdl=HAS_PDL(streams.device))
+
+
+def _pass_chunk(
+    out: Tensor | None,
+    streams: Tensor,
+    after: tuple[Tensor | ExpertParts, Mixed] | None,
+    mixer: Mixer,
+    sequence: Tensor | None,
+    tiles: tuple[Tile, Tile] | None,
+) -> Mixed:
+    """Both launches of a chunk. out: the next streams, or None where there are none."""
+    parts = _begin_chunk(out, streams, after, mixer, sequence, tiles[0] if tiles else None)
+    streams = streams if out is None else out
+    x, carry = _empty_results(streams, mixer)
+    if parts is not None:
+        tile = tiles[1] if tiles else tile_for(FINISH_CHUNK, arch_of(streams.device))
+        chunk.finish(x, carry, streams, mixer, parts, sequence, tile, pdl=HAS_PDL(streams.device))
+    return Mixed(x, streams, carry, mixer.eps, mixer.iters, ready=carry is not None)
 
 
 def _begin(
@@ -181,14 +243,12 @@ def _finish(
     streams: Tensor, mixer: Mixer, parts: Tensor, sequence: Tensor | None, tiles: tuple[Tile, Tile] | None
 ) -> Mixed:
     tokens, n, hidden = streams.shape
-    is_head = mixer.fn.shape[0] == n
     tile = tiles[1] if tiles else tile_for(FINISH, arch_of(streams.device))
     warps = warps_of(tile, hidden=hidden)
-    x = torch.empty((tokens, hidden), dtype=torch.float32 if is_head else streams.dtype, device=streams.device)
-    carry = None if is_head else torch.empty((tokens, 1 + n, 4), device=streams.device)
+    x, carry = _empty_results(streams, mixer)
     pdl, launch = _pdl(streams.device)
     if tokens:
-        finish_kernel[(1 if is_head else 2, tokens)](
+        finish_kernel[(1 if carry is None else 2, tokens)](
             x, carry, parts, streams, streams.stride(0), streams.stride(1), mixer.base, mixer.scale, mixer.norm,
             sequence, mixer.eps, mixer.norm_eps,
             H=hidden, N=n, SUMS=parts.shape[2], ADDED=parts.shape[3], COLUMNS=4 * parts.shape[1], BLOCK=32 * warps,
@@ -197,9 +257,12 @@ def _finish(
     return Mixed(x, streams, carry, mixer.eps, mixer.iters)
 
 
-def columns(rows: int) -> int:
-    """Return the floats that a program of the first launch leaves for each token: sums in eights, and the squares."""
-    return 16 if rows <= 8 else 32
+def _empty_results(streams: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor | None]:
+    """Return room for x [T, H], and for the carry [T, 1 + n, 4] unless this is the head."""
+    tokens, n, hidden = streams.shape
+    is_head = mixer.fn.shape[0] == n
+    x = torch.empty((tokens, hidden), dtype=torch.float32 if is_head else streams.dtype, device=streams.device)
+    return x, None if is_head else torch.empty((tokens, 1 + n, 4), device=streams.device)
 
 
 def warps_of(tile: Tile, *, hidden: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.expert_parts import ExpertParts, add_up
+from kernels.hyper_connection_chunk import takes
 from kernels.hyper_connection_decode import Mixed, Mixer, spread_and_mix
 from kernels.tiles import Tile
 
@@ -82,7 +83,7 @@ def draw_inputs(
     sequence[tokens:] = -1
     streams = torch.randn(total, n, hidden, generator=draw, device=device).to(dtype)
     carry = torch.rand(total, 1 + n, 4, generator=draw, device=device) + 0.5
-    before = Mixed(streams[:, 0].contiguous(), streams, carry, EPS, ITERS)
+    before = Mixed(streams[:, 0].contiguous(), streams, carry, EPS, ITERS, ready=takes(streams))
     # Attention's outputs are bfloat16, those of experts, which the head follows, float32.
     y: Tensor | ExpertParts
     if top_k:

@@ -12,7 +12,7 @@ from kernels.hyper_arithmetic_triton import product, round_to
 
 
 @triton.jit
-def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+def add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
@@ -55,7 +55,7 @@ def _collapse(
     even, odd = tl.split(tl.reshape(mixed, (BLOCK, 2, 2)))
     m0, m2 = tl.split(even)
     m1, m3 = tl.split(odd)
-    sums = tl.reduce((m0, m1, m2, m3, squares), 0, _add_five)
+    sums = tl.reduce((m0, m1, m2, m3, squares), 0, add_five)
     rms = tl.rsqrt(sums[4] / (N * H) + norm_eps)
     total = tl.zeros_like(gain)
     for j in tl.static_range(N):

@@ -44,7 +44,7 @@ def _normalised(lines, factors, before, eps, W: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _mixing_matrices(logits, eps, N: tl.constexpr, S: tl.constexpr, ITERS: tl.constexpr, W: tl.constexpr):
+def mixing_matrices(logits, eps, N: tl.constexpr, S: tl.constexpr, ITERS: tl.constexpr, W: tl.constexpr):
     """Return C [4, 8, W, S, S] of its logits, each lane's own; 0 beyond N.
 
     With m[j, k] = rows[j] start[j, k] columns[k], a normalisation of rows makes rows[j] / (rows[j] s[j] + eps) of
@@ -102,7 +102,7 @@ def spread_weights(post, logits, eps, N: tl.constexpr, S: tl.constexpr, ITERS: t
 
     Of a carry of which lane (t, g) has token 8 (t % 2) + g: each works on one token alone.
     """
-    c = tl.permute(_mixing_matrices(logits, eps, N, S, ITERS, W), (0, 1, 2, 4, 3))
+    c = tl.permute(mixing_matrices(logits, eps, N, S, ITERS, W), (0, 1, 2, 4, 3))
     post_0, post_1 = _exchange(post, W)
     c_0, c_1 = _exchange(c, W)
     return post_0, c_0, post_1, c_1

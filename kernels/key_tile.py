@@ -64,29 +64,17 @@ def read_tail(at, D: tl.constexpr):
 
 
 @triton.jit
-def _any(bits):
-    """Return whether any bit of x [N, .., ..] is set, [N]."""
-    return tl.max(tl.max(bits.to(tl.uint32, bitcast=True), 2), 1) != 0
-
-
-@triton.jit
-def has_nan(codes):
-    """Return which rows of codes hold a NaN, [N]."""
-    return _any(((codes & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80)  # all ones
-
-
-@triton.jit
-def is_beyond_f16(tail):
-    """Return which tails hold a NaN or bf16 from 65,536 on, [N]."""
-    return _any(((tail & 0x7FFF7FFF) + 0x38803880) & -0x7FFF8000)
-
-
-@triton.jit
-def unpack_keys(codes, tail, scales, first, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """Return N keys as f16 [N, G * 64]; what f16 can't hold comes out as NaN."""
+def split_scales(scales, first, G: tl.constexpr):
+    """Return the scales of G groups [N, G] as float32, from words of one byte for each group, [N]."""
     g = first + tl.arange(0, G)
     exponent = ((scales[:, None] >> (8 * g)[None, :]) & 255).to(tl.int32)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_keys(codes, tail, scale, first, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """Return N keys as f16 [N, G * 64] from scales [N, G]; what f16 can't hold comes out as NaN."""
+    g = first + tl.arange(0, G)
     k = tl.reshape(unpack_f16(codes, scale, N, G), (N, G, 64))
     even, odd = to_f16((tail << 16).to(tl.float32, bitcast=True)), to_f16((tail & -65536).to(tl.float32, bitcast=True))
     k_tail = tl.reshape(tl.join(even, odd), (N, 2, 4, 8))

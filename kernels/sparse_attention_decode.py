@@ -186,7 +186,7 @@ def sparse_attention_decode(
     pdl = HAS_PDL(q.device)
     turn = None if rotation is None else torch.view_as_real(rotation)
     if tile is None:
-        tile = many_tile(q.device, batch, new, selected=selected, batch_invariant=batch_invariant)
+        tile = many_tile(q.device, batch, new, batch_invariant=batch_invariant)
     if tile is not None and is_many(tile):
         attend_many(
             q, out, batch, window, tile, sink=sink, scale_log2e=scale * math.log2(math.e), turn=turn,

@@ -1,4 +1,4 @@
-"""The kernel of sparse_attention_decode.py for steps of many tokens with keys of their own: a selection.
+"""The kernel of sparse_attention_decode.py for steps of many tokens.
 
 One program takes all keys of a token for BLOCK_H heads, BLOCK_N at a time. S^T = K Q^T and O^T = K^T P^T have keys, or
 channels, for rows: enough for products of warp groups, and K, the left operand of both, is in shared memory once.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.key_tile import anew, load_queries, read_codes, read_tail, settle, unpack_keys, verdict_of
+from kernels.key_tile import anew, load_queries, read_codes, read_tail, settle, split_scales, unpack_keys, verdict_of
 from kernels.row_load import look_up, pick
 from kernels.rows import ROPE_CHANNELS
 from kernels.sparse_attention_triton import LN2, LOG2E, RAISE, turn_back
@@ -102,7 +102,7 @@ def token_kernel(
         n, end, entry, block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
     )  # fmt: skip
     at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
-    codes, tail = read_codes(at, 0, D // 64, D), read_tail(at, D)
+    codes, tail, scale = read_codes(at, 0, D // 64, D), read_tail(at, D), split_scales(scales, 0, D // 64)
     verdict = verdict_of(is_key, wrong, BLOCK_N)
 
     row = token.to(tl.int64) * H + h
@@ -110,18 +110,18 @@ def token_kernel(
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     o = tl.zeros((D, BLOCK_H), tl.float32)
-    for _ in range(tl.cdiv(end, BLOCK_N)):
-        k = unpack_keys(codes, tail, scales, 0, BLOCK_N, D // 64, D)
+    for i in range(tl.cdiv(end, BLOCK_N)):
+        k = unpack_keys(codes, tail, scale, 0, BLOCK_N, D // 64, D)
         once = tl.full((), 1, tl.int32)
         while once > 0:
             s = (tl.dot(k, q) + verdict[:, None]) * scale_log2e
             # Rows of the next tile, entries of the one behind it, at the end their blocks: no load waits for another.
-            n += BLOCK_N
+            n = (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
             at, scale_at, is_key, wrong = _locate(
                 n, end, next_entry, next_block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
             )  # fmt: skip
             at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
-            codes, tail = read_codes(at, 0, D // 64, D), read_tail(at, D)
+            codes, tail, scale = read_codes(at, 0, D // 64, D), read_tail(at, D), split_scales(scales, 0, D // 64)
             verdict = verdict_of(is_key, wrong, BLOCK_N)
             next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
             higher = tl.maximum(top, tl.max(s, 0))

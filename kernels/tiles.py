@@ -81,14 +81,9 @@ def _attention(
     return Tile(constants, num_warps=warps, num_stages=1, upto=upto)
 
 
-def _own(block_h: int, block_n: int, *, warps: int, **upto: int) -> Tile:
-    """A tile of attention of many tokens with keys of their own: a token's heads and keys at a time."""
-    return Tile({"BLOCK_H": block_h, "BLOCK_N": block_n}, num_warps=warps, upto=upto)
-
-
-def _shared(rows: int, block_n: int, *, warps: int, **upto: int) -> Tile:
-    """A tile of attention of many tokens that share keys: rows of queries (tokens x heads) and keys at a time."""
-    return Tile({"R": rows, "BLOCK_N": block_n}, num_warps=warps, upto=upto)
+def _many(block_h: int, block_n: int, *, warps: int) -> Tile:
+    """A tile of attention of many tokens: a token's heads and keys at a time."""
+    return Tile({"BLOCK_H": block_h, "BLOCK_N": block_n}, num_warps=warps)
 
 
 def _experts(
@@ -158,6 +153,11 @@ def _dequantize(rows: int, blocks: int, *, warps: int = 4) -> Tile:
 
 def _spread(warps: int, spans: int, **upto: int) -> Tile:
     return Tile({"W": warps, "L": spans}, num_warps=warps, upto=upto)
+
+
+def _spread_chunk(tokens: int, channels: int, *, span: int, stages: int, warps: int) -> Tile:
+    """A tile of a chunk's hyper-connection: tokens and channels of a program, and at a time; loads that many ahead."""
+    return Tile({"M": tokens, "C": channels, "SPAN": span, "STAGES": stages}, num_warps=warps)
 
 
 def _gate(ks: int, split: int, *, nb: int = 1, converted: int = 1024, **upto: int) -> Tile:
@@ -295,11 +295,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             _attention(16, 16, warps=4, resident=1),
         ),
     },
-    # own: whether each token has keys of its own.
-    "sparse_attention_many": {
-        "sm_120": (_own(16, 32, warps=4),),
-        "sm_90": (_shared(64, 32, warps=4, own=0), _own(16, 64, warps=4)),
-    },
+    "sparse_attention_many": {"sm_120": (_many(16, 32, warps=4),), "sm_90": (_many(16, 64, warps=4),)},
     # tokens: up to 16, no expert has more than 16 rows.
     "moe_up": {
         "sm_120": (
@@ -342,6 +338,12 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     # One tile: the order of a token's sums follows from W.
     "hyper_finish": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
+    # One tile each: bits of a chunk's tokens follow from C and SPAN, and from W.
+    "hyper_spread_chunk": {
+        "sm_120": (_spread_chunk(64, 16, span=512, stages=2, warps=4),),
+        "sm_90": (_spread_chunk(64, 16, span=512, stages=3, warps=4),),
+    },
+    "hyper_finish_chunk": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
     "moe_gate": {
         "sm_120": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
         "sm_90": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),

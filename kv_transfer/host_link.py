@@ -105,7 +105,7 @@ def unpack_pieces(data: bytes) -> Table:
     """Raises LinkError if that is no list of pieces."""
     if not data or len(data) % _PIECE_BYTES:
         raise LinkError(f"{len(data)} bytes are no list of pieces")
-    return np.frombuffer(data, "<i8").reshape(-1, 3).astype(np.int64)
+    return np.frombuffer(data, "<i8").reshape(-1, 3).astype(np.int64, copy=False)
 
 
 class Link:

@@ -197,8 +197,11 @@ class HostPeer:
 
     def _fill_one(self, staging: Staging, transfer: HostTransfer) -> None:
         buffer = self._free.pop()
-        # The peer starts with what is full first: a quarter, then a half, so that it begins early and never waits.
-        room = max(staging.buffer_bytes >> max(2 - transfer.num_fills, 0), 1)
+        # Nothing overlaps the first buffer's way in and the last one's way out, so those are small: an eighth and twice
+        # that from one to the next, and at the end half of what is left. Less than a quarter there would save nothing:
+        # a buffer costs the receiver's thread as long as 4 MB take on their way.
+        least, most = staging.buffer_bytes >> 2, staging.buffer_bytes >> max(3 - transfer.num_fills, 0)
+        room = max(min(most, max(transfer.rest.num_bytes // 2, least)), 1)
         table, sources = transfer.rest.take(room, most=MAX_PIECES)
         transfer.num_fills += 1
         copies = copies_in(staging.address(buffer), table, sources)
@@ -240,6 +243,10 @@ class HostPeer:
         transfer.rest.clear()
         transfer.status = TransferStatus.FAILED if error else TransferStatus.DONE
         transfer.error = error and f"write to {self.endpoint.agent} failed: {error}"
+
+    def staging_pages(self) -> dict[int, int]:
+        """Return pages by NUMA node of the staging memory: the receiver's, though asked of this side's mapping."""
+        return self._staging.count_pages().nodes if self._staging is not None and not self.is_over else {}
 
     def _let_go(self) -> None:
         if self.is_over:

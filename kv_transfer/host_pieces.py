@@ -40,6 +40,10 @@ class Rest:
     def __bool__(self) -> bool:
         return self._begun < self._end
 
+    @property
+    def num_bytes(self) -> int:
+        return self._end - self._begun
+
     def clear(self) -> None:
         self._begun = self._end
 

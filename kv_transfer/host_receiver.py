@@ -39,7 +39,7 @@ from kv_transfer.host_link import (
     Word,
     unpack_pieces,
 )
-from kv_transfer.host_pieces import Copies, copies_out
+from kv_transfer.host_pieces import Copies, Table, copies_out
 from kv_transfer.host_staging import Staging
 from kv_transfer.landing import PoolAddress
 from kv_transfer.ranges import pool_bytes
@@ -203,6 +203,7 @@ class HostReceiver:
                 if writer.is_gone or (message := writer.link.receive()) is None:
                     return
                 self._answer(writer, message)
+                self._finish()  # or buffers stay taken for as long as others come in
         except LinkError as error:
             self._part(writer, str(error))
 
@@ -251,8 +252,6 @@ class HostReceiver:
 
     def _empty(self, writer: _Writer, staging: Staging, fill: Fill) -> None:
         """Start copying a buffer into the pools, or refuse the whole write if a piece is not inside them."""
-        if writer.link.has_hung_up:
-            return
         if not 0 <= fill.buffer < staging.num_buffers or fill.buffer in writer.busy:
             raise LinkError(f"buffer {fill.buffer} is not its to fill")
         if fill.number == writer.refused:
@@ -275,18 +274,24 @@ class HostReceiver:
         """Return the copies that empty a buffer, or why there must be none."""
         table = unpack_pieces(fill.pieces)
         index, offset, size = table.T
-        unknown = (index < 0) | (index >= len(self._pools))
-        if unknown.any():
-            return f"there is no pool {index[unknown][0]}, only {len(self._pools)}"
-        held = self._held[index]
-        outside = (size <= 0) | (offset < 0) | (size > held) | (offset > held - size)  # no sum: it could overflow
-        if outside.any():
-            number, begin, length = table[outside][0].tolist()
-            pool = self._pools[number]
-            return f"bytes {begin}..{begin + length} of pool {pool.name!r}: the pool has {pool_bytes(pool)} bytes"
+        if table.min() < 0 or index.max() >= len(self._pools):
+            return self._misplaced(table)
+        # No sum of offset and size: it could overflow.
+        if size.min() < 1 or (offset > self._held[index] - size).any():
+            return self._misplaced(table)
         if int(size.sum()) > staging.buffer_bytes:
             return f"pieces of more than the {staging.buffer_bytes} bytes of their buffer"
         return copies_out(staging.address(fill.buffer), table, self._bases)
+
+    def _misplaced(self, table: Table) -> str:
+        """Return what is wrong with the first piece of a table that lies in no pool."""
+        for number, begin, length in table.tolist():
+            if number not in range(len(self._pools)):
+                return f"there is no pool {number}, only {len(self._pools)}"
+            pool = self._pools[number]
+            if begin < 0 or length < 1 or begin + length > pool_bytes(pool):
+                return f"bytes {begin}..{begin + length} of pool {pool.name!r}: the pool has {pool_bytes(pool)} bytes"
+        raise AssertionError("every piece lies in its pool")
 
     def _finish(self) -> None:
         """Free the buffers that are empty by now; deliver what belongs to writes that are in place."""

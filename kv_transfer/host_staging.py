@@ -16,6 +16,8 @@ import mmap
 import os
 import struct
 
+from kv_transfer import memory_nodes
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAX_BYTES = 1 << 34
 _LOCK = struct.Struct("hhqqi0q")  # struct flock
@@ -48,6 +50,10 @@ class Staging:
     def address(self, buffer: int) -> int:
         """Return where a buffer lies in this process."""
         return self._base + buffer * self.buffer_bytes
+
+    def count_pages(self) -> memory_nodes.PageCount:
+        """Ask the kernel on which NUMA nodes the memory lies."""
+        return memory_nodes.count_pages(self._base, self.num_bytes)
 
     def hold(self, buffer: int) -> None:
         """Show the other end that a buffer is being emptied. Raises OSError if the system has no more locks."""

@@ -46,7 +46,7 @@ from kv_transfer.transport import Transfer, TransferError, TransferStatus
 
 logger = logging.getLogger(__name__)
 
-_BUFFERS = {"DRAM": (2 << 20, 4), "VRAM": (4 << 20, 8)}
+_BUFFERS: dict[Literal["DRAM", "VRAM"], tuple[int, int]] = {"DRAM": (2 << 20, 4), "VRAM": (8 << 20, 8)}
 _HANDSHAKE_S = 0.05
 _WAIT_MS = 1
 _SPIN_S = 200e-6  # before it sleeps: to be woken takes some 40 us, as long as 2 MB on the way
@@ -222,6 +222,11 @@ class HostTransport:
     def lane(self, agent: str) -> str:
         peer = self._peers.get(agent)
         return "shm" if peer is not None and peer.has_written else "unknown"
+
+    def staging_pages(self, agent: str) -> dict[int, int]:
+        """Return how many pages of a peer's staging memory lie on which NUMA node; {} before it has welcomed us."""
+        peer = self._peers.get(agent)
+        return peer.staging_pages() if peer is not None else {}
 
     def close(self) -> None:
         """End the receiving thread and all connections.

@@ -47,7 +47,8 @@ class Link(NamedTuple):
     """transport, lane: what carries bulk data.   warmup_us: the first write, which sets the connection up.
 
     latency_us: median of writes of 4 KiB, from post to end.   gb_per_s: best of writes of the whole scratch pool;
-    copy_gb_per_s: the same bytes copied within this rank's memory.
+    copy_gb_per_s: the same bytes copied within this rank's memory.   staging_pages: pages of the receiver's staging
+    memory by NUMA node, where the transport has one.
     """
 
     transport: str
@@ -56,6 +57,15 @@ class Link(NamedTuple):
     latency_us: float
     gb_per_s: float
     copy_gb_per_s: float
+    staging_pages: dict[int, int] = {}  # noqa: RUF012 (a field of a tuple; nobody changes it)
+
+
+@runtime_checkable
+class HasStaging(Protocol):
+    """A transport that goes through memory of the receiver's which both processes map."""
+
+    def staging_pages(self, agent: str) -> dict[int, int]:
+        """Return how many pages of a peer's staging memory lie on which NUMA node; {} if that can't be told."""
 
 
 @runtime_checkable
@@ -159,6 +169,7 @@ def measure(
         latency_us=small[len(small) // 2] * 1e6,
         gb_per_s=size / large / 1e9,
         copy_gb_per_s=size / copy / 1e9,
+        staging_pages=transport.staging_pages(agent) if isinstance(transport, HasStaging) else {},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -65,6 +66,7 @@ class LinkTable:
 
 def _reply(replies: list[PeerLinked]) -> LinkReply:
     """Return what the slowest rank makes of a link."""
+    staging = sum((Counter(r.staging_pages) for r in replies), Counter[int]())
     return LinkReply(
         transport="+".join(sorted({r.transport for r in replies})),
         lane="+".join(sorted({r.lane for r in replies})),
@@ -72,4 +74,5 @@ def _reply(replies: list[PeerLinked]) -> LinkReply:
         latency_us=max(r.latency_us for r in replies),
         gb_per_s=min(r.gb_per_s for r in replies),
         copy_gb_per_s=min(r.copy_gb_per_s for r in replies),
+        staging_pages=dict(staging),
     )

@@ -323,6 +323,8 @@ class Dispatcher:
 
     async def _run(self, attempt: Attempt, record: RequestRecord) -> AsyncGenerator[Tokens, None]:
         tokens = await attempt.first()
+        self._metrics.prefill_queue.observe(attempt.queue_s)
+        self._metrics.prefill_compute.observe(attempt.compute_s)
         yield tokens
         while tokens.finish_reason is None:
             tokens = await attempt.more()

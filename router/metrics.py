@@ -53,6 +53,15 @@ class Metrics:
         self.queue_time = Histogram(
             "isthmus_request_queue_time_seconds", "Time waiting in the router.", buckets=_LATENCY_BUCKETS, registry=r
         )
+        self.prefill_queue = Histogram(
+            "isthmus_prefill_queue_time_seconds", "Time waiting at prefill.", buckets=_LATENCY_BUCKETS, registry=r
+        )
+        self.prefill_compute = Histogram(
+            "isthmus_prefill_compute_time_seconds",
+            "First chunk to first token at prefill.",
+            buckets=_LATENCY_BUCKETS,
+            registry=r,
+        )
         # Every series is there from the start: a first failure is an increase, not a new series.
         for outcome in get_args(Outcome):
             self.requests.labels(outcome)

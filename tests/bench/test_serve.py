@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import socket
 from typing import Any
@@ -66,6 +67,15 @@ def test_all_answers_are_complete_and_counted_by_token_ids(stock: dict[str, Any]
 
 def test_report_is_plain_json(stock: dict[str, Any]) -> None:
     assert json.loads(json.dumps(stock, allow_nan=False))["runs"][1]["concurrency"] == 16
+
+
+def test_a_checkout_that_is_not_installed_gives_a_report(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    report = measure(plan={"concurrencies": (1,), "num_requests": 2})
+    assert report["conditions"]["isthmus"] == "not installed" and not is_failed(report)
 
 
 def test_same_seed_gives_the_same_requests_and_no_run_repeats_a_prompt(measure: Any) -> None:

@@ -171,7 +171,8 @@ def test_reported_cpus_are_those_of_every_thread(cluster) -> None:
 def test_numa_status_never_claims_more_than_was_verified(cluster) -> None:
     num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     places = [rank["numa"] for worker in cluster.workers().values() for rank in worker["ranks"]]
-    assert all(place["evidence"] for place in places)
+    assert all(place["evidence"] and place["threads"] > 1 and not place["stray_threads"] for place in places)
+    assert all({"fresh", "scratch"} < place["pages"].keys() and all(place["pages"].values()) for place in places)
     if num_nodes == 1:
         assert {place["status"] for place in places} == {"simulated"}
     if (psutil.cpu_count() or 1) > 1:

@@ -97,18 +97,30 @@ def test_ray_cluster_wish_that_is_none_is_refused_with_the_way_to_write_it(wish)
 
 def test_ray_cluster_gpus_of_a_group_that_left_are_the_next_ones(load) -> None:
     nodes = tuple(NumaNode(n, (n,), 0, (10, 20)) for n in (0, 1))
-    topology = NumaTopology(nodes, tuple(GpuPlace(f"0000:0{n}:00.0", n // 2) for n in range(4)))
+    topology = NumaTopology(nodes, tuple(GpuPlace(f"0000:0{n}:00.0", 1) for n in range(2)))
     host = Host(HostFacts(name="h", topology=topology, run_dir="/r", log_dir="/l"))
     groups = [
         new_group(load(), "decode", {"device": "cuda", "numa_node": 1, "gpu_memory_gib": 8}, used_ids=used)[0]
         for used in ({"decode-0", "decode-1"} | {f"decode-{n}" for n in range(2, last)} for last in (2, 3, 4))
     ]
-    assert [host.place(group).gpus for group in groups[:2]] == [(2,), (3,)]
-    assert host.place(groups[0]).gpus == (2,)  # its next life
+    assert [host.place(group).gpus for group in groups[:2]] == [(0,), (1,)]
+    assert host.place(groups[0]).gpus == (0,)  # its next life
     with pytest.raises(ConfigError, match="0 GPUs are free"):
         host.place(groups[2])
     host.release("decode-2")
-    assert host.place(groups[2]).gpus == (2,)
+    assert host.place(groups[2]).gpus == (0,)
+
+
+def test_ray_cluster_group_that_nobody_gave_a_node_gets_one_beside_those_that_are_there(load) -> None:
+    nodes = tuple(NumaNode(n, (n,), 0, (10, 20)) for n in (0, 1))
+    host = Host(HostFacts(name="h", topology=NumaTopology(nodes), run_dir="/r", log_dir="/l"))
+    used = {"prefill-0", "decode-0", "decode-1"}
+    prefill, _ = new_group(load(), "prefill", {"numa_node": 0}, used_ids=used)
+    decode, _ = new_group(load(), "decode", {"numa_node": -1}, used_ids=used)
+    host.place(prefill)
+    assert host.place(decode, chooses_node=True).config.numa_node == 1
+    host.release(decode.worker_id)
+    assert host.place(decode).config.numa_node == -1
 
 
 # ---------------------------------------------------------------- a life in the cluster

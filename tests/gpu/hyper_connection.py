@@ -2,9 +2,9 @@
 
     python -m tests.gpu.hyper_connection [--device cuda]     from the repository's root; exit code 1 if a case fails
 
-One token to 256, padding, both dtypes of streams, the first layer and the head, other sizes, other tiles; bits that do
-not depend on the batch; graph replay of launches that follow one another at once, so that what the first launch reads
-before it waits is what the last replay has left.
+One token to 256, and chunks of up to 8,192, padding, both dtypes of streams, the first layer and the head, other sizes,
+other tiles; bits that do not depend on the batch; graph replay of launches that follow one another at once, so that
+what the first launch reads before it waits is what the last replay has left.
 Under TRITON_INTERPRET=1 with --device cpu --small it tries itself out.
 """
 
@@ -21,6 +21,7 @@ from tests.gpu.runner import Job, load, main
 BF16, FLOAT = torch.bfloat16, torch.float32
 # Warps of both launches, and spans of the first; bits do not depend on warps and spans of the first.
 TILES = [(1, 4, 1), (1, 8, 2), (2, 16, 1), (4, 32, 2)]
+MANY = (257, 300, 1000, 4096, 8192)  # tokens of chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,14 @@ def cases_of(*, small: bool = False) -> list[Case]:
         *(Case(17, n, 512, FLOAT, FLOAT) for n in (2, 3, 4)),
         Case(64, dtype=FLOAT, y_dtype=FLOAT),
         *(Case(tokens, design=design) for design in range(len(TILES)) for tokens in (1, 64)),
+        *(Case(tokens, y_dtype=y) for tokens in MANY for y in (BF16, FLOAT)),
+        *(Case(tokens, padding=31) for tokens in MANY[:4]),
+        *(Case(1000, head=True, padding=padding, y_dtype=FLOAT) for padding in (0, 9)),
+        *(Case(300, n, hidden, padding=2) for n in (2, 3, 4) for hidden in (64, 192, 7168)),
+        *(Case(300, sharp=sharp, iters=iters) for sharp, iters in ((6.0, 20), (6.0, 1), (12.0, 20))),
+        Case(1000, expanded=True),
+        Case(1000, top_k=6, padding=3),
+        Case(300, dtype=FLOAT, y_dtype=FLOAT),
     ]
 
 
@@ -106,6 +115,18 @@ def batch_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
     return ""
 
 
+def chunk_fault(device: str) -> str:
+    """Return whether a chunk's token has other bits in a shorter chunk, or behind other tokens, "" if not."""
+    made = load("hyper_connection_cases").make_case(4096, hidden=4096, device=device)
+    whole = made.run()
+    for own in (slice(0, 257), slice(1021, 1400), slice(3501, 4096)):
+        one = type(made)(made.streams[own], made.y[own], made.first, made.second, None).run()
+        part = dataclasses.replace(whole, x=whole.x[own], streams=whole.streams[own], carry=whole.carry[own])
+        if fault := _bits(one, part, f"tokens {own.start} to {own.stop} alone and in a chunk of 4,096"):
+            return fault
+    return ""
+
+
 def cut_fault(device: str, *, hidden: int = 4096, tokens: int = 64) -> str:
     """Return whether bits depend on how the first launch is cut, "" if not."""
     module = load("hyper_connection_cases")
@@ -123,7 +144,7 @@ def replay_fault(device: str) -> str:
     """Return how a replayed graph differs from eager calls on other inputs in the same buffers, "" if not at all."""
     from kernels.hyper_connection_decode import spread_and_mix
 
-    for case in (Case(1), Case(16, padding=2), Case(64), Case(1, top_k=6), Case(16, padding=2, top_k=6)):
+    for case in (Case(1), Case(16, padding=2), Case(64), Case(1, top_k=6), Case(16, padding=2, top_k=6), Case(300)):
         made, other = make(case, device), make(case, device, seed=10)
         head = load("hyper_connection_cases").make_mixer(5, n=case.n, hidden=case.hidden, head=True, device=device)
 
@@ -181,6 +202,7 @@ def jobs_of(device: str, *, small: bool) -> list[Job]:
     found.insert(0, ("bits of every cut", functools.partial(cut_fault, device, **sizes)))
     if device == "cuda":
         found.insert(0, ("graph replay", functools.partial(replay_fault, device)))
+        found.insert(0, ("bits in chunks", functools.partial(chunk_fault, device)))
     return found
 
 

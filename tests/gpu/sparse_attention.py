@@ -152,9 +152,8 @@ def chunk_fault(kind: str, device: str, *, small: bool = False, tile=None) -> st
 def jobs_of(device: str, *, small: bool) -> list[Job]:
     """Return all cases, and what else there is to see."""
     found: list[Job] = [(str(case), functools.partial(fault_of, case, device)) for case in cases_of(small=small)]
-    few = {"selected": {"BLOCK_H": 16}, "visible": {"R": 16}, "window": {"R": 64}}
-    for kind, constants in few.items():
-        tile = Tile(constants | {"BLOCK_N": 16}, num_warps=4) if small else None  # so few would go another way
+    tile = Tile({"BLOCK_H": 16, "BLOCK_N": 16}, num_warps=4) if small else None  # so few would go another way
+    for kind in ("selected", "visible", "window"):
         found.append((f"chunks {kind}", functools.partial(chunk_fault, kind, device, small=small, tile=tile)))
     found.append(("batch invariance", functools.partial(invariance_fault, device, small=small)))
     if device == "cuda":

@@ -31,3 +31,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch():
 
 def test_a_replayed_graph_computes_what_eager_calls_do():
     assert cases.replay_fault("cuda") == ""
+
+
+def test_a_token_has_the_same_bits_in_every_chunk():
+    assert cases.chunk_fault("cuda") == ""

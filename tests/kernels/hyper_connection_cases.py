@@ -69,9 +69,22 @@ def mix_fault(got: Mixed, streams: torch.Tensor, mixer: Mixer, sequence: torch.T
     assert got.carry is not None
     post = 2 * torch.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = (mixed[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
-    return _difference("post", got.carry[:, 0, :n], post, 0.0) or _difference(
-        "logits", got.carry[:, 1:, :n], logits, 0.0
-    )
+    if fault := _difference("post", got.carry[:, 0, :n], post, 0.0):
+        return fault
+    if not got.ready:
+        return _difference("logits", got.carry[:, 1:, :n], logits, 0.0)
+    # C is off by no more than the logits are, and these by a share of the largest of them.
+    wanted = _normalised(logits, eps=mixer.eps, iters=mixer.iters)
+    return _difference("C", got.carry[:, 1:, :n], wanted, 0.0, least=logits.abs().flatten(1).amax(1))
+
+
+def _normalised(logits: torch.Tensor, *, eps: float, iters: int) -> torch.Tensor:
+    comb = torch.softmax(logits, -1) + eps
+    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(2, keepdim=True) + eps)
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    return comb
 
 
 def spread_fault(got: torch.Tensor, y: torch.Tensor | ExpertParts, before: Mixed, sequence: torch.Tensor | None) -> str:
@@ -79,12 +92,10 @@ def spread_fault(got: torch.Tensor, y: torch.Tensor | ExpertParts, before: Mixed
     assert before.carry is not None
     y = add_up_reference(y) if isinstance(y, ExpertParts) else y
     n = before.streams.shape[1]
-    carry, eps = before.carry.double()[:, :, :n], before.eps
-    comb = torch.softmax(carry[:, 1:], -1) + eps
-    comb = comb / (comb.sum(1, keepdim=True) + eps)
-    for _ in range(before.iters - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + eps)
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    carry = before.carry.double()[:, :, :n]
+    comb = carry[:, 1:]
+    if not before.ready:
+        comb = _normalised(comb, eps=before.eps, iters=before.iters)
     wanted = carry[:, 0, :, None] * y.double()[:, None] + comb.transpose(1, 2) @ before.streams.double()
     if sequence is not None:
         wanted = torch.where((sequence >= 0)[:, None, None], wanted, 0)
@@ -92,15 +103,21 @@ def spread_fault(got: torch.Tensor, y: torch.Tensor | ExpertParts, before: Mixed
     return _difference("streams", got, wanted, places)
 
 
-def _difference(name: str, got: torch.Tensor, wanted: torch.Tensor, places: float) -> str:
-    """places: relative rounding of each value, beside float32's share of the largest of its token."""
+def _difference(
+    name: str, got: torch.Tensor, wanted: torch.Tensor, places: float, *, least: torch.Tensor | None = None
+) -> str:
+    """places: relative rounding of each value, beside float32's share of the largest of its token, of `least` [T] at
+    least."""
     got = got.double()
     if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
         return f"{name}: {int(got.isnan().sum())} NaN of {tuple(got.shape)}, wanted {int(wanted.isnan().sum())}"
     got, wanted = got.nan_to_num(), wanted.nan_to_num()
     if not wanted.numel():
         return ""
-    largest = wanted.abs().flatten(1).amax(1).clamp(min=1e-3).view(-1, *[1] * (wanted.dim() - 1))
+    largest = wanted.abs().flatten(1).amax(1).clamp(min=1e-3)
+    if least is not None:
+        largest = torch.maximum(largest, least.nan_to_num())
+    largest = largest.view(-1, *[1] * (wanted.dim() - 1))
     excess = (got - wanted).abs() - (places * wanted.abs() * 1.001 + FLOAT32 * largest)
     worst = float(excess.max())
     return f"{name} off by {worst:.2e} beyond rounding, largest {float(largest.max()):.3g}" if worst > 0 else ""
@@ -163,11 +180,12 @@ def make_case(
     return Case(streams.expand(-1, n, -1) if expanded else streams, y, first, second, sequence)
 
 
-def spread_alone_fault(case: Case) -> str:
+def spread_alone_fault(case: Case, *, tiles: tuple[Tile, Tile] | None = None) -> str:
     """Return whether the spread without a mix gives other bits than with one, "" if not."""
-    begun = case.begin()
-    whole = spread_and_mix(case.y, begun, case.second, sequence=case.sequence)
-    return "" if torch.equal(spread(case.y, begun, sequence=case.sequence), whole.streams) else "bits differ"
+    begun = case.begin(tiles=tiles)
+    whole = spread_and_mix(case.y, begun, case.second, sequence=case.sequence, tiles=tiles)
+    alone = spread(case.y, begun, sequence=case.sequence, tile=tiles[0] if tiles else None)
+    return "" if torch.equal(alone, whole.streams) else "bits differ"
 
 
 def summed_fault(case: Case, **options) -> str:
@@ -188,3 +206,11 @@ def summed_fault(case: Case, **options) -> str:
 def make_tiles(warps: int, finish_warps: int, *, spans: int = 1) -> tuple[Tile, Tile]:
     """Return tiles of both launches."""
     return Tile({"W": warps, "L": spans}, num_warps=warps), Tile({"W": finish_warps}, num_warps=finish_warps)
+
+
+def make_chunk_tiles(
+    *, tokens: int = 16, channels: int = 16, span: int = 32, stages: int = 1, warps: int = 4, finish_warps: int = 1
+) -> tuple[Tile, Tile]:
+    """Return tiles of a chunk's launches, which any number of tokens may then have."""
+    first = Tile({"M": tokens, "C": channels, "SPAN": span, "STAGES": stages}, num_warps=warps)
+    return first, Tile({"W": finish_warps}, num_warps=finish_warps)

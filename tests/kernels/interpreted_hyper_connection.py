@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
+import kernels.hyper_connection_chunk as chunk
 import kernels.hyper_connection_decode as decode
 
 
@@ -153,3 +154,64 @@ def test_a_carry_that_arrives_during_the_wait_is_the_one_that_counts(monkeypatch
     begun.carry.fill_(0.25)
     assert torch.equal(decode.spread(case.y, begun), wanted)
     assert late[0]
+
+
+@pytest.mark.parametrize(("n", "head"), [(2, False), (3, False), (4, False), (2, True), (4, True)], ids=str)
+def test_launches_of_chunks_equal_their_formula(n, head):
+    tiles = cases.make_chunk_tiles()
+    case = make_case(18, n=n, padding=2, head=head)
+    assert case.fault(tiles=tiles) == ""
+    assert case.begin(tiles=tiles).ready
+
+
+def test_many_tokens_have_launches_of_chunks():
+    case = make_case(chunk.MANY - 1, n=2, hidden=128, padding=2)
+    assert case.fault() == ""
+    assert case.begin().ready
+    assert not make_case(2, n=2, iters=1).begin().ready
+
+
+@pytest.mark.parametrize("options", [{"expanded": True}, {"hidden": 192}, {"sharp": 6.0, "iters": 20}], ids=str)
+def test_chunks_of_other_streams_equal_their_formula(options):
+    assert make_case(3, **{"iters": 1} | options).fault(tiles=cases.make_chunk_tiles(span=128, channels=32)) == ""
+
+
+def test_rows_of_experts_are_added_up_before_a_chunk_is_spread():
+    case = make_case(3, n=2, top_k=3, padding=2, iters=1)
+    assert case.fault(tiles=cases.make_chunk_tiles()) == ""
+    assert cases.spread_alone_fault(case, tiles=cases.make_chunk_tiles()) == ""
+
+
+def test_a_chunk_s_token_has_the_same_bits_wherever_it_lies():
+    case, tiles = make_case(19, iters=2), cases.make_chunk_tiles()
+    whole = case.run(tiles=tiles)
+    one = cases.Case(case.streams[17:18], case.y[17:18], case.first, case.second, None).run(tiles=tiles)
+    for name in ("x", "streams", "carry"):
+        assert torch.equal(getattr(one, name), getattr(whole, name)[17:18])
+
+
+def test_padding_of_a_chunk_becomes_zeros_and_its_carry_is_finite():
+    got = make_case(2, padding=3, iters=1).run(tiles=cases.make_chunk_tiles())
+    assert bool((got.streams[2:] == 0).all())
+    assert bool((got.x[2:] == 0).all())
+    assert bool(got.carry[2:].isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # NumPy's, of a maximum
+def test_a_value_that_is_not_finite_makes_its_token_of_a_chunk_nan_and_no_other():
+    case, tiles = make_case(3, n=2, iters=1), cases.make_chunk_tiles()
+    before = case.run(tiles=tiles)
+    case.y[1, 5] = math.nan
+    after = case.run(tiles=tiles)
+    assert bool(after.x[1].isnan().all())
+    assert torch.equal(after.x[::2], before.x[::2])
+
+
+def test_a_pass_goes_on_with_the_launches_it_began_with():
+    case = make_case(2, n=2, iters=1)
+    begun = case.begin(tiles=cases.make_chunk_tiles())
+    assert decode.spread_and_mix(case.y, begun, case.second).ready
+    with pytest.raises(ValueError, match="wanted one of hyper_spread_chunk, as before"):
+        decode.spread_and_mix(case.y, begun, case.second, tiles=cases.make_tiles(1, 1))
+    with pytest.raises(ValueError, match="wanted one of hyper_spread, as before"):
+        decode.spread_and_mix(case.y, case.begin(), case.second, tiles=cases.make_chunk_tiles())

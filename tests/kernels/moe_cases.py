@@ -82,7 +82,9 @@ def routing_fault(got: Routing, wanted: Routing) -> str:
     weights = got.weights[real]
     if not torch.equal(got.weight[at].nan_to_num(-1), weights.nan_to_num(-1)):
         return "weight of rows is not that of their choices"
-    if not torch.allclose(got.weights, wanted.weights, rtol=1e-5, atol=1e-7, equal_nan=True):
+    # By table a token may have experts of small scores only: there the logits' rounding, sums of 4,096 terms in another
+    # order, is the weights' (1e-5 of them and a little more, in some of 1,000 tokens on a GPU).
+    if not torch.allclose(got.weights, wanted.weights, rtol=4e-5, atol=1e-7, equal_nan=True):
         return f"weights off by {(got.weights - wanted.weights).abs().max():.2e}"
     if got.is_sorted and not torch.equal(got.rank, wanted.rank):
         return f"ranks {got.rank.tolist()}, wanted {wanted.rank.tolist()}"[:400]

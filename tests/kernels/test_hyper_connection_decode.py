@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.hyper_connection import hc_head, hc_post, hc_pre
+from kernels.hyper_connection import hc_head, hc_post, hc_pre, sinkhorn_reference
 from kernels.hyper_connection_decode import ADDED, mix, spread, spread_and_mix
 from kernels.norm_rope import rms_norm
 from kernels.tiles import TILES
@@ -143,3 +143,18 @@ def test_a_tile_leaves_sums_that_the_second_launch_can_add_up(arch):
 def test_sums_are_added_up_alike_for_any_number_of_tokens(arch):
     """Or a token's bits would depend on how many others there are."""
     assert len(TILES["hyper_finish"][arch]) == 1
+
+
+@pytest.mark.parametrize("op", ["hyper_spread_chunk", "hyper_finish_chunk"])
+def test_chunks_have_one_tile_so_that_bits_do_not_depend_on_their_size(op):
+    assert all(len(TILES[op][arch]) == 1 for arch in TILES[op])
+
+
+def test_a_carry_that_holds_matrices_is_spread_with_them():
+    case = make_case(3)
+    begun = case.begin()
+    n = begun.streams.shape[1]
+    carry = begun.carry.clone()
+    carry[:, 1:, :n] = sinkhorn_reference(carry[:, 1:, :n], eps=begun.eps, iters=begun.iters)
+    ready = dataclasses.replace(begun, carry=carry, ready=True)
+    assert torch.equal(spread(case.y, ready), spread(case.y, begun))

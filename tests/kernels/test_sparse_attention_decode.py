@@ -13,9 +13,9 @@ from kernels.row_load import key_rows
 from kernels.rows import Rows
 from kernels.sparse_attention import sparse_attention
 from kernels.sparse_attention_decode import plan, rare_variants, sparse_attention_decode, variants
-from kernels.sparse_attention_many import MANY, attend_many, many_tile
+from kernels.sparse_attention_many import MANY, many_tile
 from kernels.sparse_attention_triton import attention_kernel
-from kernels.tiles import Tile, tile_for
+from kernels.tiles import tile_for
 from kernels.triton_env import ARCHES, MULTIPROCESSORS
 
 
@@ -165,25 +165,14 @@ RATIOS = {"selected": 4, "visible": 128, "window": 0}
 
 
 @pytest.mark.parametrize("kind", ["selected", "visible", "window"])
-def test_steps_of_many_tokens_go_to_kernels_of_their_own(kind):
+def test_steps_of_many_tokens_go_to_a_kernel_of_their_own(kind):
     """More than MANY tokens of packed rows, some sequence with several: in batch-invariant mode as ever."""
 
     def chosen(tokens, *, staged=True, batch_invariant=False):
         case = cases.make_case([(40, tokens)], heads=1, kind=kind, top_k=2, staged=staged)
-        new, selected = case.rest["new"], case.rest["selected"]
-        return many_tile(case.q.device, case.batch, new, selected=selected, batch_invariant=batch_invariant)
+        return many_tile(case.q.device, case.batch, case.rest["new"], batch_invariant=batch_invariant)
 
-    assert chosen(MANY + 1) is tile_for("sparse_attention_many", "sm_120", own=int(kind == "selected"))
+    assert chosen(MANY + 1) is tile_for("sparse_attention_many", "sm_120")
     assert chosen(MANY) is None
     assert chosen(MANY + 1, staged=False) is None
     assert chosen(MANY + 1, batch_invariant=True) is None
-
-
-def test_a_tile_for_shared_keys_is_refused_for_a_selection():
-    case = cases.make_case([(40, 2)], staged=True)
-    with pytest.raises(ValueError, match="no selection"):
-        attend_many(
-            case.q, case.q, case.batch, case.window, Tile({"R": 64, "BLOCK_N": 32}, num_warps=4),
-            sink=None, scale_log2e=1.0, turn=None, compressed=case.rest["compressed"], ratio=4,
-            selected=case.rest["selected"], new=case.rest["new"], lse=None, pdl=False,
-        )  # fmt: skip

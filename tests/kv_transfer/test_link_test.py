@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import msgspec
 import pytest
 import torch
@@ -29,11 +31,22 @@ def test_a_link_is_measured_through_scratch_pools_only_and_announced(local_clust
     before = {name: array.copy() for name, array in decode.pools.items() if name != "scratch"}
     link = measure(prefill.transport, decode.endpoint, scratch=scratch_of(prefill))
     assert (link.transport, link.lane) == ("local", "memcpy")
-    assert min(link[2:]) > 0
+    assert min(link.warmup_us, link.latency_us, link.gb_per_s, link.copy_gb_per_s) > 0
+    assert link.staging_pages == {}
     decode.poll()
     assert decode.messages == [LINK_WORD]
     assert all((decode.pools[name] == array).all() for name, array in before.items())
     assert (decode.pools["scratch"] == prefill.pools["scratch"]).all()
+
+
+def test_link_through_staging_memory_counts_its_numa_pages(host_cluster: Cluster) -> None:
+    prefill, decode = host_cluster.side(1), host_cluster.side(None)
+    prefill.transport.connect(decode.endpoint)
+    link = measure(prefill.transport, decode.endpoint, scratch=scratch_of(prefill))
+    (writer,) = decode.transport._receiver.writers
+    assert sum(link.staging_pages.values()) == writer.staging.num_bytes // mmap.PAGESIZE
+    assert link.staging_pages == writer.staging.count_pages().nodes
+    assert prefill.transport.staging_pages("somebody else") == {}
 
 
 def test_no_more_is_written_than_the_smaller_scratch_pool_holds(local_cluster: Cluster) -> None:

@@ -39,13 +39,16 @@ def test_topology_shows_pairs_workers_and_ranks(cluster):
             "transport": "local",
             "lane": "memcpy",
             "link": {"warmup_us": 0.0, "latency_us": 0.0, "gb_per_s": 0.0, "copy_gb_per_s": 0.0},
+            "staging_pages": {},
             "reason": "",
         }
     ]
     worker = topology["workers"][1]
     assert (worker["role"], worker["state"], worker["leader_pid"]) == ("decode", "ready", 4711)
     assert worker["generation"] == cluster.decodes[0].generation
-    assert worker["ranks"][0]["numa"] == {"status": "simulated", "node": 0, "cpus": "0-1", "evidence": ""}
+    numa = {"status": "simulated", "node": 0, "cpus": "0-1", "evidence": ""}
+    numa |= {"threads": 0, "stray_threads": 0, "pages": {}, "warnings": []}
+    assert worker["ranks"][0]["numa"] == numa
     assert worker["fingerprints"] == {"model": "model-1", "layout": "layout-1", "protocol": PROTOCOL_VERSION}
     assert topology["router"]["state"] == "ready"
 
