@@ -153,6 +153,20 @@ def ids(cluster: Any, length: int) -> list[int]:
     return list(reply.json()["choices"][0]["token_ids"])
 
 
+def names_in_ray(hosts: Hosts) -> set[str]:
+    """Return the names of living actors and of placement groups that hold a place, as another user of Ray sees them."""
+    code = (
+        "import json, sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
+        "names = [a['name'] for a in ray.util.list_named_actors(all_namespaces=True)]\n"
+        "places = [g['name'] for g in ray.util.placement_group_table().values() if g['state'] == 'CREATED']\n"
+        "print(json.dumps([n for n in names if not n.startswith('host.')] + places))"
+    )
+    command = [sys.executable, "-c", code, f"{NEAR}:{hosts.port}"]
+    done = subprocess.run(command, env={**os.environ, **hosts.secret}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
 @pytest.mark.long
 def test_ray_cluster_of_two_hosts_serves_mends_itself_and_outlives_a_host(
     launch, oracle_model: Path, tmp_path: Path, hosts: Hosts
@@ -180,6 +194,10 @@ def test_ray_cluster_of_two_hosts_serves_mends_itself_and_outlives_a_host(
     cluster.await_ready()
     assert ids(cluster, 64) == GOLDEN["gen_64"].tolist()
 
+    # life 2 of it, and a place for each group
+    prefill = {"prefill-0", "prefill-0.leader.1", "prefill-0.rank0.1"}
+    assert names_in_ray(hosts) == prefill | {"decode-0", "decode-0.leader.2", "decode-0.rank0.2"}
+
     # a second decode group on this host; then the other host is gone
     added = cluster.run_command("add", "decode", "--node", NEAR)
     assert added.returncode == 0, added.stdout + added.stderr
@@ -191,4 +209,6 @@ def test_ray_cluster_of_two_hosts_serves_mends_itself_and_outlives_a_host(
     drained = cluster.run_command("drain", "decode-0")
     assert drained.returncode == 0, drained.stdout + drained.stderr + cluster.output
     assert cluster.workers().keys() == {"prefill-0", "decode-1"}
+    assert names_in_ray(hosts) == prefill | {"decode-1", "decode-1.leader.1", "decode-1.rank0.1"}
     assert cluster.stop(signal.SIGTERM) == 0
+    assert names_in_ray(hosts) == set()
