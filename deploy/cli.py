@@ -10,6 +10,15 @@ from importlib import metadata
 
 from engine.flags import ConfigError, parse_flags
 
+_ADD_EXAMPLES = """\
+examples:
+  isthmus add decode                                     on this host, or on any that Ray finds
+  isthmus add decode --node 10.0.0.12 --max-num-seqs 32  on a host of the Ray cluster, one setting changed
+  isthmus add prefill group.yaml                         settings from a file, such as `numa_node: 1`
+
+`isthmus status` shows it; `isthmus drain` takes it out again.
+"""
+
 _EXAMPLES = """\
 examples:
   isthmus {name}                                            the tiny model, on port 8000
@@ -96,6 +105,55 @@ def _down(argv: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=90.0, metavar="SECONDS", help="until it is killed (90)")
     args = parse_flags(parser, argv)
     return down(port=args.port, every=args.all, timeout_s=args.timeout, environ=os.environ)
+
+
+@verb("add", "add a worker group to a running cluster: isthmus add decode")
+def _add(argv: list[str]) -> int:
+    from deploy.config import PER_GROUP
+    from deploy.scale import add, read_settings
+    from engine.flags import add_engine_flags
+
+    parser = _parser(
+        "add",
+        "Start one more prefill or decode group and give it requests as soon as it is ready. It is like the last group "
+        "of its role in the cluster's configuration, but for the settings given here.",
+    )
+    parser.add_argument("role", choices=["prefill", "decode"], help="what the group does")
+    parser.add_argument("config", nargs="?", metavar="YAML", help="file with settings of this group, key: value")
+    parser.add_argument("--port", type=int, help="the cluster whose router listens there; needed if several run")
+    parser.add_argument("--no-wait", action="store_true", help="return when its leader listens, not when it is ready")
+    parser.add_argument("--node", metavar="ADDRESS", help="host of the Ray cluster to run on; default: any that fits")
+    add_engine_flags(parser, without=PER_GROUP)
+    args = parse_flags(parser, argv)
+    own = ("role", "config", "port", "no_wait")
+    flags = {name: value for name, value in vars(args).items() if name not in own and value is not None}
+    settings = {**(read_settings(args.config) if args.config else {}), **flags}
+    return add(args.role, settings, port=args.port, waits=not args.no_wait, environ=os.environ)
+
+
+@verb("drain", "let a worker group finish what it has and leave: isthmus drain decode-1")
+def _drain(argv: list[str]) -> int:
+    from deploy.scale import drain
+
+    parser = _parser(
+        "drain",
+        "Give a worker group nothing new, wait until nothing depends on it any more, and end it; what it had in Ray is "
+        "free again. No request is lost: decode finishes its answers, prefill what it has begun to push.",
+    )
+    parser.add_argument("worker", metavar="WORKER", help="name of the group, as in `isthmus status`: decode-1")
+    parser.add_argument("--port", type=int, help="the cluster whose router listens there; needed if several run")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="then resume what still runs there at other groups, with the same tokens (default 0: wait for its end)",
+    )
+    parser.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
+    args = parse_flags(parser, argv)
+    if args.timeout < 0:
+        raise ConfigError(f"--timeout {args.timeout:g}: must not be negative; 0 waits without limit")
+    return drain(args.worker, port=args.port, timeout_s=args.timeout, waits=not args.no_wait, environ=os.environ)
 
 
 @verb("plan", "print what `up` would run where, and the memory arithmetic, without starting anything")
@@ -234,13 +292,13 @@ def _with_model_folder(argv: list[str]) -> list[str]:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    epilog = _EXAMPLES.format(name=name) if name in ("up", "plan", "check") else None
+    epilog = _ADD_EXAMPLES if name == "add" else epilog
     return argparse.ArgumentParser(
         prog=f"isthmus {name}",
         description=description,
-        epilog=_EXAMPLES.format(name=name) if name in ("up", "plan", "check") else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter
-        if name in ("up", "plan", "check")
-        else argparse.HelpFormatter,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         allow_abbrev=False,
     )
 

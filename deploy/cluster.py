@@ -2,9 +2,8 @@
 
     preflight -> Ray -> groups (leader + ranks) -> router -> ready -> watch -> stop router -> drain groups -> Ray
 
-A group whose process dies is ended and started again as one, on the same port and with a new generation; its peers are
-told that the old generation is dead. More than max_restarts within the window, or a death before the group was ever
-ready, ends the cluster with the reason. This process carries no request and no token.
+What becomes of groups that die, join or leave meanwhile is decided in deploy/membership.py. This process carries no
+request and no token.
 """
 
 from __future__ import annotations
@@ -26,37 +25,28 @@ from typing import Any
 import httpx
 import psutil
 
-from deploy import local_ray, preflight, state
+from deploy import hosts, local_ray, preflight, state
 from deploy.config import ClusterConfig
-from deploy.group import Group, Member, StartFailed, kill_and_wait
+from deploy.control import ControlServer
+from deploy.group import StartFailed, kill_and_wait
+from deploy.membership import POLL_S, Membership
 from deploy.progress import Progress, output_to
+from deploy.restarts import ClusterFailed, Stopped, admit_restart
+from deploy.router_control import RouterControl
 from deploy.router_process import RouterProcess
 from deploy.router_view import RouterView
 from deploy.watchdog import Watchdog
 from engine.flags import ConfigError
-from router.protocol import WriterLost, encode
 
-POLL_S = 0.25
 WATCH_S = 2.0
-MAX_BACKOFF_S = 4.0
-RANK_END_S = 5.0
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TAIL_LINES = 15
-
-
-class ClusterFailed(RuntimeError):
-    """The cluster can't go on; the text says why."""
-
-
-class Stopped(Exception):
-    """Somebody asked the cluster to stop."""
 
 
 def up(config: ClusterConfig, *, environ: MutableMapping[str, str], progress: Progress) -> int:
     """Run a cluster until SIGINT, SIGTERM or a failure; return the exit code. Call from the main thread."""
     state.running(environ)  # clears up after clusters that were killed
     checked = preflight.check(config)
-    # short: Ray's sockets live below it, and a socket's path holds 107 bytes
+    # short: Ray's and our sockets live below it, and a socket's path holds 107 bytes
     run_dir = Path(tempfile.mkdtemp(prefix="isthmus-", dir=None if len(tempfile.gettempdir()) < 24 else "/tmp"))
     cluster = _Cluster(config, checked, run_dir=run_dir, environ=environ, progress=progress)
     with cluster.signals():
@@ -77,22 +67,30 @@ class _Cluster:
         self._run_dir = run_dir
         self._log_dir = state.state_directory(environ) / str(config.router.port) / "logs"
         self._is_private = not config.supervisor.ray_address
-        self._groups = [
-            Group(
-                placement,
-                run_dir=run_dir,
-                log_dir=self._log_dir,
-                topology=checked.topology,
-                is_private=self._is_private,
-            )
-            for placement in checked.placements
-        ]
-        self._router = RouterProcess(config, log_path=self._log_dir / "router.log", environ=environ)
-        self._router_restarts: deque[float] = deque()
-        self._http = httpx.Client(timeout=2, trust_env=False)
         self._stop = threading.Event()
+        here = hosts.Host(
+            hosts.HostFacts(
+                name="this host", topology=checked.topology, run_dir=str(run_dir), log_dir=str(self._log_dir)
+            ),
+            placements={placement.config.worker_id: placement for placement in checked.placements},
+        )
+        router_socket = run_dir / "router.sock"
+        self._members = Membership(
+            config,
+            hosts.Hosts(here, port=config.router.port),
+            control=RouterControl(router_socket),
+            progress=progress,
+            stop=self._stop,
+        )
+        self._router = RouterProcess(
+            config, log_path=self._log_dir / "router.log", control_socket=router_socket, environ=environ
+        )
+        self._router_restarts: deque[float] = deque()
+        self._control: ControlServer | None = None
+        self._http = httpx.Client(timeout=2, trust_env=False)
         self._watchdog = Watchdog(self._watched, say=progress.problem)
         self._view = RouterView(config.router.url, http=self._http, progress=progress)
+        self._looked_at = 0.0
         self._silence = contextlib.ExitStack()
 
     # ------------------------------------------------------------ life
@@ -111,6 +109,8 @@ class _Cluster:
         finally:
             self._take_down()
         self._progress.say("stopped" if code == 0 else f"stopped; logs are in {self._log_dir}")
+        if not self._members.has_head:
+            os._exit(code)  # Ray would wait for its head at exit
         return code
 
     def _start(self) -> None:
@@ -122,10 +122,6 @@ class _Cluster:
         # every process of the cluster finds the same sources, whatever folder it was started in
         self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, self._environ.get("PYTHONPATH")]))
         self._progress.say(f"{self._config.served_model_name} from {self._config.model}")
-        for group in self._groups:
-            self._progress.say(f"{group.id}: {group.placement.describe()}")
-            for warning in group.placement.warnings:
-                self._progress.problem(warning)
         self._progress.say(
             "starting Ray" if self._is_private else f"joining Ray at {self._config.supervisor.ray_address}"
         )
@@ -137,40 +133,19 @@ class _Cluster:
         )
         self._take_signals()  # again: Ray's own handler of SIGTERM aborts the process three seconds after the signal
         self._raise_if_stopped()
-        for group in self._groups:
-            group.create()
-        for group in self._groups:
-            self._start_group(group)
-        self._await_addresses(self._groups)
+        self._members.start()
         self._start_router()
         self._watchdog.start()
 
     def _watched(self) -> list[tuple[str, int, str]]:
         """Return name, pid and health URL (of leaders and the router) of every process of this host."""
-        watched = []
-        for group in self._groups if self._is_private else ():  # a pid of another host says nothing here
-            for n, member in enumerate(group.members):
-                watched.append((member.name, member.pid, f"{group.url}/health" if group.url and n == 0 else ""))
+        watched = self._members.watched()
         if self._router.pid and self._router.exit_code is None:
             watched.append(("router", self._router.pid, f"{self._config.router.url}/live"))
         return watched
 
-    def _start_group(self, group: Group) -> None:
-        group.start()
-        pids = ", ".join(f"{member.name.removeprefix(group.id + ' ')} pid {member.pid}" for member in group.members)
-        self._progress.say(f"{group.id}: {pids}")
-
-    def _await_addresses(self, groups: list[Group]) -> None:
-        for group in groups:
-            while not group.read_address(POLL_S):
-                self._raise_if_stopped()
-                self._collect_deaths(0)
-
     def _start_router(self) -> None:
-        self._router.start(
-            prefill=[group.url for group in self._groups if group.config.role == "prefill"],
-            decode=[group.url for group in self._groups if group.config.role == "decode"],
-        )
+        self._router.start(prefill=self._members.urls("prefill"), decode=self._members.urls("decode"))
         self._progress.say(f"router: pid {self._router.pid}, {self._config.router.url}")
 
     def _await_ready(self) -> None:
@@ -178,140 +153,68 @@ class _Cluster:
         begun = time.monotonic()
         while not self._view.is_ready():
             self._raise_if_stopped()
-            self._view.look(self._groups)
-            self._collect_deaths(POLL_S)
+            self._view.look(self._members.groups)
+            self._members.collect_deaths(POLL_S)
             self._mind_router()
             if limit and time.monotonic() - begun > limit:
                 raise ClusterFailed(
                     f"not ready after {limit:g} s ({self._view.summary()}); see {self._log_dir}, or raise "
                     "supervisor: ready_timeout_s"
                 )
-        self._view.look(self._groups)
+        self._view.look(self._members.groups)
+        self._control = ControlServer(self._members, self._run_dir)
+        self._control.start()
+        self._members.meanwhile = self._look_after_rest
         self._progress.ready(self._config, self._view.topology(), self._log_dir)
 
     def _watch(self) -> None:
-        looked = 0.0
         while True:
             self._raise_if_stopped()
-            self._collect_deaths(0.5)
-            self._mind_router()
-            if time.monotonic() - looked > WATCH_S:
-                looked = time.monotonic()
-                self._view.look(self._groups)
+            self._members.collect_deaths(POLL_S)
+            self._members.tick()
+            self._look_after_rest()
 
-    # ------------------------------------------------------------ deaths
-
-    def _collect_deaths(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for a process of a group to end; start its group again if one has."""
-        import ray
-
-        runs = [run for group in self._groups for run in group.runs]
-        try:
-            ended, _ = ray.wait(runs, num_returns=1, timeout=timeout_s)
-        except ray.exceptions.RayError as error:
-            raise ClusterFailed(f"Ray itself has failed: {' '.join(str(error).split())}") from None
-        if not ended or self._stop.is_set():
-            return
-        # a rank that fails takes its leader with it, and the other way round: look once more for the first cause
-        ended, _ = ray.wait(runs, num_returns=len(runs), timeout=0.2)
-        for group in self._groups:
-            if dead := group.deaths(ended):
-                self._restart_group(group, dead)
-
-    def _restart_group(self, group: Group, dead: list[tuple[Member, str]]) -> None:
-        dead.sort(key=lambda death: death[0].name.endswith("leader"))  # a rank's own reason says more
-        for member, reason in dead:
-            self._progress.problem(f"{member.name} (pid {member.pid}) ended: {reason}")
-        if not group.was_ready and group.num_starts == 1:
-            member, reason = dead[0]
-            raise ClusterFailed(f"{member.name} failed at start: {reason}\n{_tail(member.log_path)}".rstrip())
-        generation = group.generation
-        delay = self._admit_restart(group.restarts, group.id)
-        group.end()
-        self._tell_peers(group, generation)
-        while not self._has_started_again(group, delay):
-            delay = self._admit_restart(group.restarts, group.id)
-            group.end()
-        self._await_addresses([group])
-
-    def _has_started_again(self, group: Group, delay: float) -> bool:
-        """Start a group after `delay`; return False if one of its processes ended before it said its first word."""
-        self._progress.say(f"{group.id}: starting again in {delay:g} s")
-        if self._stop.wait(delay):
-            raise Stopped
-        group.create()
-        try:
-            self._start_group(group)
-        except StartFailed as error:
-            self._progress.problem(str(error))
-            return False
-        return True
+    def _look_after_rest(self) -> None:
+        """Look after all but the groups: also called while one of them is waited for."""
+        self._mind_router()
+        if self._control is not None:
+            self._control.run_commands()
+        if time.monotonic() - self._looked_at > WATCH_S:
+            self._looked_at = time.monotonic()
+            self._view.look(self._members.groups)
 
     def _mind_router(self) -> None:
         code = self._router.exit_code
         if code is None:
             return
         self._progress.problem(f"router (pid {self._router.pid}) ended with code {code}")
-        if not any(group.was_ready for group in self._groups):
-            raise ClusterFailed(f"the router failed at start\n{_tail(self._router.log_path)}".rstrip())
-        if self._stop.wait(self._admit_restart(self._router_restarts, "router")):
+        if not any(group.was_ready for group in self._members.groups):
+            raise ClusterFailed(f"the router failed at start\n{hosts.tail(self._router.log_path)}".rstrip())
+        if self._stop.wait(admit_restart(self._router_restarts, "router", self._config.supervisor)):
             raise Stopped
         self._start_router()
-
-    def _admit_restart(self, restarts: deque[float], name: str) -> float:
-        """Count one more restart; return the seconds to wait before it. Raises ClusterFailed if it is one too many."""
-        limits, now = self._config.supervisor, time.monotonic()
-        while restarts and now - restarts[0] > limits.restart_window_s:
-            restarts.popleft()
-        if len(restarts) >= limits.max_restarts:
-            raise ClusterFailed(
-                f"{name} ended {len(restarts) + 1} times within {limits.restart_window_s:g} s: given up "
-                f"(supervisor: max_restarts = {limits.max_restarts})"
-            )
-        restarts.append(now)
-        return min(float(limits.restart_backoff_s * 2 ** (len(restarts) - 1)), MAX_BACKOFF_S)
-
-    def _tell_peers(self, group: Group, generation: int) -> None:
-        """Tell the other role's leaders that this generation's processes are gone, so that they free what it held."""
-        if not generation:
-            return
-        route = "/writer_lost" if group.config.role == "prefill" else "/unlink"
-        for peer in self._groups:
-            if peer.config.role != group.config.role and peer.url:
-                with contextlib.suppress(httpx.HTTPError):  # a peer that can't be reached is being ended itself
-                    self._http.post(
-                        peer.url + route,
-                        content=encode(WriterLost(generation=generation)),
-                        headers={"content-type": "application/msgpack"},
-                    )
 
     # ------------------------------------------------------------ end
 
     def _take_down(self) -> None:
         """End everything in the order in which nothing is cut off: router, leaders, ranks, Ray, files."""
         self._watchdog.stop()
+        if self._control is not None:
+            self._control.stop()
         if self._router.pid:
             self._progress.say("stopping: the router takes no more requests and finishes those it has")
-            self._router.stop(self._drain_s + 5)
+            self._router.stop(self._members.drain_s + 5)
         ray = sys.modules.get("ray")
-        pids = [member.pid for group in self._groups for member in group.members]
+        pids = [member.pid for group in self._members.groups for member in group.members]
         if ray is not None and ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError):
-                for group in self._groups:
-                    group.ask_to_stop()
-                # Ranks end with their leader; one whose leader never came up would wait for it much longer.
-                leaders = [group.runs[0] for group in self._groups if group.runs]
-                runs = [run for group in self._groups for run in group.runs]
-                if runs:
-                    ray.wait(leaders, num_returns=len(leaders), timeout=self._drain_s + 15)
-                    ray.wait(runs, num_returns=len(runs), timeout=RANK_END_S)
-                for group in self._groups:
-                    group.end()
+            self._members.end()
             children = [] if not self._is_private else psutil.Process().children(recursive=True)
-            ray.shutdown()
+            if self._members.has_head:
+                ray.shutdown()
             pids += [child.pid for child in children]
         if self._is_private:
             kill_and_wait(pids)
+        self._members.close()
         self._http.close()
         self._silence.close()
         self._forget()
@@ -319,10 +222,6 @@ class _Cluster:
     def _forget(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         state.forget(self._config.router.port, self._environ)
-
-    @property
-    def _drain_s(self) -> float:
-        return max(group.config.drain_timeout_s for group in self._groups)
 
     def _save_state(self) -> None:
         process = psutil.Process()
@@ -371,12 +270,3 @@ class _Cluster:
                 child.kill()
         self._forget()
         os._exit(128 + number)
-
-
-def _tail(path: Path) -> str:
-    """Return the last lines of a log, indented."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    except OSError:
-        return ""
-    return "\n".join(f"    {line}" for line in lines)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import msgspec
 import yaml
 
 from deploy import tiny_model
+from deploy.host_wish import HostWish, take_wish
 from engine import flags as engine_flags
 from engine.config import EngineConfig
 from engine.flags import (
@@ -42,11 +43,11 @@ ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 DEFAULT_YAML = "tiny.yaml"
 
 # they belong to one process: at the top of the file host and port are the router's
-_PER_GROUP = ("worker_id", "host", "port")
+PER_GROUP = ("worker_id", "host", "port")
 # `up` says these itself
-_GIVEN_TO_ROUTER = ("model", "served_model_name", "prefill", "decode", "host", "port")
+_GIVEN_TO_ROUTER = ("model", "served_model_name", "prefill", "decode", "host", "port", "control_socket")
 _ROUTER_OPTIONS = tuple(name for name in RouterConfig.__struct_fields__ if name not in _GIVEN_TO_ROUTER)
-_SHARED = tuple(field.name for field in FIELDS if field.name not in _PER_GROUP)
+_SHARED = tuple(field.name for field in FIELDS if field.name not in PER_GROUP)
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """source: the YAML file, for people. groups: every worker group, prefill first, with worker_id set.
 
-    origins: per worker_id, where each field came from.
+    origins: per worker_id, where each field came from.   wishes: per worker_id, which host of a joined Ray it wants.
     """
 
     source: str
@@ -89,6 +90,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     router: RouterSettings
     supervisor: SupervisorSettings
     origins: dict[str, dict[str, str]] = {}
+    wishes: dict[str, HostWish] = {}
 
     @property
     def model(self) -> str:
@@ -112,7 +114,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     router = parser.add_argument_group("router")
     router.add_argument("--host", default=argparse.SUPPRESS, help="address of the API (default 127.0.0.1)")
     router.add_argument("--port", default=argparse.SUPPRESS, help="port of the API (default 8000)")
-    add_engine_flags(parser, without=_PER_GROUP)
+    add_engine_flags(parser, without=PER_GROUP)
     twins = parser.add_argument_group(
         "one role only",
         "any worker flag above as --prefill-X or --decode-X, and any flag of `isthmus router` as --router-X",
@@ -134,9 +136,13 @@ def load_cluster_config(args: argparse.Namespace, environ: Mapping[str, str]) ->
     flags = {name: value for name, value in vars(args).items() if value is not None}
     groups: list[EngineConfig] = []
     origins: dict[str, dict[str, str]] = {}
+    wishes: dict[str, HostWish] = {}
+    supervisor = _supervisor_settings(document, path)
     for role in ROLES:
         sections = _sections(document, role, path)
         for index, section in enumerate(sections):
+            wish = take_wish(section, where=f"{path}, {role}")
+            require_joined_ray(wish, supervisor, where=f"{path}, {role}")
             layers = [
                 Layer("flag", {f.name: flags[f"{role}_{f.name}"] for f in FIELDS if f"{role}_{f.name}" in flags}),
                 Layer("flag", {name: flags[name] for name in _SHARED if name in flags}),
@@ -148,14 +154,15 @@ def load_cluster_config(args: argparse.Namespace, environ: Mapping[str, str]) ->
             ]
             group, origin = resolve(layers, role=role)
             groups.append(msgspec.structs.replace(group, model=resolve_model(group.model, environ)))
-            origins[group.worker_id] = origin
-    _require_consistent(groups)
+            origins[group.worker_id], wishes[group.worker_id] = origin, wish
+    require_consistent(groups)
     return ClusterConfig(
         source=path,
         groups=tuple(groups),
         router=_router_settings(document, flags, environ, path),
-        supervisor=_supervisor_settings(document, path),
+        supervisor=supervisor,
         origins=origins,
+        wishes=wishes,
     )
 
 
@@ -180,6 +187,15 @@ def resolve_model(model: str, environ: Mapping[str, str]) -> str:
             f"safetensors files, or the name {tiny_model.NAME}"
         )
     return str(folder.resolve())
+
+
+def require_joined_ray(wish: HostWish, supervisor: SupervisorSettings, *, where: str) -> None:
+    """Refuse a wish for a host where there is only this one."""
+    if wish and not supervisor.ray_address:
+        raise ConfigError(
+            f"node, ray_resources ({where}): a private Ray has this host only; name the Ray cluster that has others "
+            "with `supervisor: {ray_address: auto}`"
+        )
 
 
 def _read_yaml(path: str) -> tuple[str, dict[str, Any]]:
@@ -218,7 +234,7 @@ def _sections(document: Mapping[str, Any], role: str, path: str) -> list[dict[st
     return [{str(key): setting for key, setting in section.items() if setting is not None} for section in sections]
 
 
-def _require_consistent(groups: list[EngineConfig]) -> None:
+def require_consistent(groups: Sequence[EngineConfig]) -> None:
     """Refuse what could never link: groups must agree on everything that shapes the cache."""
     first = groups[0]
     ids = [group.worker_id for group in groups]

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -54,7 +55,9 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
     that neither a file in the home folder nor another cluster's token matters; a joined one uses the user's token.
     """
     environ.update(_ENVIRONMENT)
-    if not address:
+    if address:
+        environ.setdefault("RAY_AUTH_MODE", "token")  # Ray itself would go without where this user has none
+    else:
         environ.update(_PRIVATE)
         environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         environ.pop("RAY_AUTH_TOKEN_PATH", None)
@@ -62,7 +65,7 @@ def start(folder: Path, *, topology: NumaTopology, environ: MutableMapping[str, 
         environ.setdefault(*_LOOPBACK_ONLY)
 
     common: dict[str, Any] = {
-        "namespace": f"{NAMESPACE}-{os.getpid()}",
+        "namespace": f"{NAMESPACE}-{socket.gethostname()}-{os.getpid()}",
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
@@ -93,7 +96,8 @@ def _join(address: str, settings: dict[str, Any]) -> None:
         reason = " ".join(str(errors[0]).split()) if errors else f"no answer within {JOIN_TIMEOUT_S:g} s"
         raise ConfigError(
             f"ray_address = {address!r}: {reason}; check the address, and that this user's token (~/.ray/auth_token or "
-            "RAY_AUTH_TOKEN) is the cluster's"
+            "RAY_AUTH_TOKEN) is the cluster's; a cluster that was started without tokens, open to its whole network, "
+            "is joined with RAY_AUTH_MODE=disabled"
         )
 
 

@@ -50,16 +50,21 @@ class Placement:
 
 
 def place(
-    groups: Sequence[EngineConfig], topology: NumaTopology, *, unset: Collection[str] = ()
+    groups: Sequence[EngineConfig],
+    topology: NumaTopology,
+    *,
+    unset: Collection[str] = (),
+    taken: Collection[int] = (),
 ) -> tuple[Placement, ...]:
     """Place every group. unset: worker_ids of those whose numa_node nobody has set; they get one (see choose_nodes).
 
+    taken: GPUs that groups have which are not among these.
     Raises ConfigError for a missing node or CPU, or too few GPUs on the machine.
     """
     groups = choose_nodes(groups, topology, unset=unset)
     all_cpus = {cpu for node in topology.nodes for cpu in node.cpus}
     cpus = [_cpus_for(group, topology, all_cpus) for group in groups]
-    gpus = _share_gpus(groups, topology)
+    gpus = _share_gpus(groups, topology, given=taken)
     return tuple(
         Placement(
             config=msgspec.structs.replace(group, cpus=format_cpu_list(own_cpus)),
@@ -151,9 +156,11 @@ def _cpus_for(group: EngineConfig, topology: NumaTopology, all_cpus: set[int]) -
     return cpus
 
 
-def _share_gpus(groups: Sequence[EngineConfig], topology: NumaTopology) -> list[tuple[int, ...]]:
+def _share_gpus(
+    groups: Sequence[EngineConfig], topology: NumaTopology, *, given: Collection[int]
+) -> list[tuple[int, ...]]:
     """Return each group's GPUs: first those of its own node, for all groups; then what is missing, from the rest."""
-    free = list(range(len(topology.gpus)))
+    free = [gpu for gpu in range(len(topology.gpus)) if gpu not in given]
     taken: list[list[int]] = [[] for _ in groups]
 
     def take(own: list[int], group: EngineConfig, candidates: list[int]) -> None:

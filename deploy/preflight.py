@@ -76,7 +76,9 @@ def place_groups(config: ClusterConfig, topology: NumaTopology) -> tuple[Placeme
 
 
 def _place(config: ClusterConfig, topology: NumaTopology, *, is_plan: bool) -> tuple[tuple[Placement, ...], str]:
-    """Return placements, or none and why, where a plan is for other GPUs than this machine has."""
+    """Return placements, or none and why, where a plan is for other GPUs than this machine has, or for other hosts."""
+    if config.supervisor.ray_address:
+        return (), "the hosts of the Ray cluster are asked when a group comes to them"
     try:
         return place_groups(config, topology), ""
     except ConfigError as error:

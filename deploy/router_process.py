@@ -21,8 +21,11 @@ _libc = ctypes.CDLL(None)
 class RouterProcess:
     """Owns one child at a time. Its session is its own, so that Ctrl-C reaches it in our order, not the shell's."""
 
-    def __init__(self, config: ClusterConfig, *, log_path: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: ClusterConfig, *, log_path: Path, control_socket: Path, environ: Mapping[str, str]
+    ) -> None:
         self._config, self.log_path, self._environ = config, log_path, environ
+        self._control_socket = control_socket
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -35,7 +38,9 @@ class RouterProcess:
         return self._child.poll() if self._child else None
 
     def start(self, *, prefill: list[str], decode: list[str]) -> None:
-        command = [sys.executable, "-P", "-m", "router", *router_flags(self._config, prefill=prefill, decode=decode)]
+        flags = router_flags(self._config, prefill=prefill, decode=decode)
+        flags += ["--control-socket", str(self._control_socket)]
+        command = [sys.executable, "-P", "-m", "router", *flags]
         with self.log_path.open("ab") as log:
             self._child = subprocess.Popen(
                 command,

@@ -52,6 +52,17 @@ def status(*, port: int | None, as_json: bool, environ: Mapping[str, str]) -> in
     return 0
 
 
+def choose_cluster(clusters: list[ClusterState], port: int | None) -> ClusterState:
+    """Return the cluster on `port`, or the only one. Raises ConfigError if there is none, or several."""
+    chosen = [cluster for cluster in clusters if port in (None, cluster.port)]
+    if not chosen:
+        raise ConfigError("no cluster is running" + (f" on port {port}" if port else "") + "; start one: isthmus up")
+    if len(chosen) > 1:
+        ports = ", ".join(str(cluster.port) for cluster in chosen)
+        raise ConfigError(f"--port: several clusters run (ports {ports}); name one")
+    return chosen[0]
+
+
 def down(*, port: int | None, every: bool, timeout_s: float, environ: Mapping[str, str]) -> int:
     """Stop clusters by SIGTERM, wait, kill what is left. Raises ConfigError if it is unclear which one is meant."""
     clusters = state.running(environ)
@@ -94,7 +105,18 @@ def _staging_text(pair: Mapping[str, Any]) -> str:
 
 def _worker_table(topology: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("worker", "state", "leader", "ranks", "NUMA", "running", "waiting", "free blocks", "landings"):
+    for column in (
+        "worker",
+        "state",
+        "address",
+        "leader",
+        "ranks",
+        "NUMA",
+        "running",
+        "waiting",
+        "free blocks",
+        "landings",
+    ):
         table.add_column(column)
     for worker in topology.get("workers", []):
         ranks = worker.get("ranks", [])
@@ -103,6 +125,7 @@ def _worker_table(topology: Mapping[str, Any]) -> Table:
         table.add_row(
             worker["id"],
             worker["state"],
+            worker["url"].removeprefix("http://"),
             f"pid {worker['leader_pid']}",
             ", ".join(f"{rank['rank']}: pid {rank['pid']} {rank['device']}" for rank in ranks),
             ", ".join(sorted(places)),

@@ -32,7 +32,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: tokens of a block, a multiple of every compression ratio.
     num_blocks: 0 means as many as fit.
     kv_cache_memory_gib: what the cache may take at most; 0 means all that is left of a GPU.
-    landings_ahead: reservations that decode accepts beyond max_num_seqs.   waiting_ahead: the same at prefill.
+    landings_ahead: reservations that decode accepts beyond max_num_seqs.   waiting_ahead: prompts that may wait at
+    prefill, whatever their length; more while all of them fit into one chunk, as slots allow.
     ranks: processes of the group, one per GPU.   numa_node: -1 means unpinned.
     cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.
     threads: of a rank's arithmetic on the CPU; more only pays for models much larger than the tiny one.

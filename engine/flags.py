@@ -92,7 +92,14 @@ FIELDS = (
         ("--context-length",),
     ),
     Field("landings_ahead", _BATCH, "reservations that decode accepts beyond max_num_seqs", (), 0, 1 << 16),
-    Field("waiting_ahead", _BATCH, "prompts that prefill accepts beyond the one it computes", (), 0, 1 << 16),
+    Field(
+        "waiting_ahead",
+        _BATCH,
+        "prompts that prefill lets wait, whatever their length; more while all of them fit into one chunk",
+        (),
+        0,
+        1 << 16,
+    ),
     Field(
         "ranks",
         _PLACE,

@@ -130,10 +130,9 @@ class PrefillWorker:
                 raise errors.InvalidRequest(f"request_id {request_id!r} is here already")
         self._check(request)
         landings = [self._landing(request, landing) for landing in (request.landing, *_landings(request.branches))]
-        if len(self._scheduler.waiting) >= self._config.waiting_ahead:
-            raise errors.NoCapacity(f"{len(self._scheduler.waiting)} prompts are waiting here already; ask again later")
-        now = self._clock()
         num_tokens = len(request.prompt_token_ids)
+        self._require_room(num_tokens)
+        now = self._clock()
         block_ids = self._blocks.admit(self._plan.layout.num_blocks_for(num_tokens))
         try:
             slot = self._slots.take()
@@ -291,6 +290,15 @@ class PrefillWorker:
             raise errors.InvalidRequest(f"prompt_token_ids: ids must be 0 to {self._vocab_size - 1}")
         if not all(0 <= t < self._vocab_size for t in request.sampling.logit_bias):
             raise errors.InvalidRequest(f"logit_bias: ids must be 0 to {self._vocab_size - 1}")
+
+    def _require_room(self, num_tokens: int) -> None:
+        """Raise NoCapacity for what would wait here for long: more than a few, unless they all fit into one chunk."""
+        waiting, chunk = self._scheduler.waiting, self._config.max_num_batched_tokens
+        num_waiting_tokens = sum(sequence.num_left for sequence in waiting)
+        if len(waiting) >= self._config.waiting_ahead and num_waiting_tokens + num_tokens > chunk:
+            raise errors.NoCapacity(
+                f"{len(waiting)} prompts of {num_waiting_tokens} tokens are waiting here already; ask again later"
+            )
 
     def _landing(self, request: PrefillRequest, data: bytes | None) -> Landing | None:
         """Return the landing in `data`, made for this prompt."""

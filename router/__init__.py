@@ -7,8 +7,9 @@ A request's way through the files:
     chat, encoding, tools, past_calls      messages to the prompt, in the model's own language
     guided, json_schema, tool_grammar, grammar_check      what the answer must match
     exchange, choices        one request's life over HTTP, and its several answers
-    dispatch, attempt, shared_prefill, policy      the queue, one try at a pair, retries
-    registry, workers, client, inbox, protocol     the workers: who lives, what is sent, what comes
+    dispatch, turns, attempt, shared_prefill, policy      the queue, one try at a pair, retries
+    registry, workers, bring_up, control      the workers: who lives, joins, leaves; which pairs are ready
+    client, inbox, protocol  what is sent to them, what comes
     pipeline, tokenizer, reasoning, tool_calls, call_arguments      tokens to the fields of an answer
     answer, logprobs         fields to bytes
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 
+from router import control
 from router.app import Router
 from router.config import load
 from router.connection import Connection
@@ -51,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     try:
+        controller = control.listen(config.control_socket) if config.control_socket else None
+    except OSError as error:
+        print(f"isthmus router: --control-socket {config.control_socket}: {error}", file=sys.stderr)
+        listener.close()
+        return 1
+    try:
         router = Router(config)
     except ValueError as error:
         print(f"isthmus router: {error}", file=sys.stderr)
@@ -61,19 +68,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is here now stays: to walk through it, again and again, would stop every answer for 60 ms.
     gc.collect()
     gc.freeze()
-    asyncio.run(_serve_and_end(router, listener))
+    asyncio.run(_serve_and_end(router, listener, controller))
     return 0
 
 
-async def _serve_and_end(router: Router, listener: socket.socket) -> None:
+async def _serve_and_end(router: Router, listener: socket.socket, controller: socket.socket | None) -> None:
     """Serve, then end the process: threads that still encode or compile for clients who have left must not hold it."""
-    await serve(router, listener)
+    await serve(router, listener, controller)
     logging.shutdown()
     os._exit(0)
 
 
-async def serve(router: Router, listener: socket.socket) -> None:
-    """Serve on `listener` until a signal comes: then drain, and close. A second signal cuts the drain short."""
+async def serve(router: Router, listener: socket.socket, controller: socket.socket | None = None) -> None:
+    """Serve on `listener` until a signal comes: then drain, and close. A second signal cuts the drain short.
+
+    controller: where to serve the control routes, a Unix socket.
+    """
     config = uvicorn.Config(
         router.app,
         log_level="warning",
@@ -93,6 +103,10 @@ async def serve(router: Router, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    if controller is not None:
+        settings = uvicorn.Config(router.control_app, log_level="warning", access_log=False, lifespan="off", ws="none")
+        controlling = asyncio.create_task(_Server(settings).serve(sockets=[controller]))
+        controlling.add_done_callback(_note_end)
     stopping = asyncio.create_task(stop.wait())
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d for model %s", host, port, router.config.model_name)
@@ -109,6 +123,11 @@ async def serve(router: Router, listener: socket.socket) -> None:
         server.should_exit = True
     await serving
     log.info("stopped")
+
+
+def _note_end(controlling: asyncio.Task[None]) -> None:
+    if not controlling.cancelled() and controlling.exception() is not None:
+        log.error("the control socket is closed", exc_info=controlling.exception())
 
 
 def _allow_connections() -> None:

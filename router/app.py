@@ -30,6 +30,7 @@ from router import answer, openapi
 from router.absent_routes import absent_routes
 from router.body import request_id
 from router.config import RouterConfig
+from router.control import Control
 from router.dispatch import Dispatcher, RequestRecord
 from router.errors import ApiError, error_body
 from router.exchange import Exchange, Job
@@ -39,6 +40,7 @@ from router.protocol import PROTOCOL_VERSION, SamplingParams
 from router.registry import Registry
 from router.tokenization import Tokenization
 from router.tokenizer import Tokenizer
+from router.workers import Worker
 
 log = logging.getLogger("isthmus.router")
 
@@ -70,9 +72,10 @@ class Router:
         if config.test_seams:
             log.warning("test seams are open: anybody who reaches this port can hold its queue and force tokens")
             for worker in self.registry.workers:
-                worker.client.on_prefill = self.dispatcher.seams.record_leg
+                self._observe(worker)
         self._created = int(time.time())
         self.app = self._build()
+        self.control_app = Control(self.registry, on_add=self._observe).app()
 
     @property
     def state(self) -> str:
@@ -81,6 +84,10 @@ class Router:
     async def drain(self) -> None:
         """Accept nothing new and let running answers finish, for at most drain_timeout_s."""
         await self.dispatcher.drain(timeout_s=self.config.drain_timeout_s)
+
+    def _observe(self, worker: Worker) -> None:
+        if self.config.test_seams:
+            worker.client.on_prefill = self.dispatcher.seams.record_leg
 
     # ------------------------------------------------------------ generation
 
@@ -139,7 +146,11 @@ class Router:
         if self.state == "ready":
             return _json({"status": "ready", "state": "ready"})
         reasons = sorted({p["reason"] for p in (pair.describe() for pair in self.registry.pairs) if p["reason"]})
-        reasons += [f"{w.url}: {w.state}: {w.reason}".rstrip(": ") for w in self.registry.workers if w.state != "ready"]
+        reasons += [
+            f"{w.url}: {w.shown_state}: {w.reason}".rstrip(": ")
+            for w in self.registry.workers
+            if w.shown_state != "ready"
+        ]
         raise ApiError(
             503, f"not ready: {self.state}" + "".join(f"; {r}" for r in reasons), code=self.state, retry_after_s=2
         )

@@ -42,6 +42,8 @@ _HELP: dict[str, str] = {
     "max_retries": "times a request is tried again after a worker failed it",
     "resume_timeout_s": "how long a request that a worker failed waits for a pair to be ready again: its client hears "
     "of it within 10 s; more where somebody starts workers again",
+    "control_socket": "Unix socket on which workers join, drain and leave while the router serves (router/control.py); "
+    "only this user can open it",
     "log_level": "how much is logged",
     "test_seams": "let tests hold the queue and force tokens: never in production",
 }
@@ -88,6 +90,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_lost_s: float = 1.5
     max_retries: int = 2
     resume_timeout_s: float = 6.0
+    control_socket: str = ""
     log_level: LogLevel = "info"
     test_seams: bool = False
 

@@ -27,6 +27,7 @@ from router.protocol import SamplingParams
 from router.registry import Registry
 from router.seams import RouterSeams
 from router.shared_prefill import SharedPrefill
+from router.turns import Turn, Turns
 from router.workers import Pair
 
 log = logging.getLogger("isthmus.router")
@@ -63,6 +64,11 @@ class RequestRecord:
     is_canary: bool = False
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the next attempt prefills."""
+        return len(self.prompt_token_ids) + len(self.emitted)
+
+    @property
     def owner(self) -> str:
         """Which pair has it, or the router."""
         return "router" if self.attempt is None else self.attempt.request_id
@@ -86,7 +92,7 @@ class Dispatcher:
             transfer_s=config.transfer_timeout_s,
             decode_s=config.decode_timeout_s,
         )
-        self._turn = asyncio.Lock()  # FIFO: whoever holds it is the head of the queue
+        self._turns = Turns()
         self._background: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
 
@@ -218,8 +224,8 @@ class Dispatcher:
             async with asyncio.timeout(self._config.queue_timeout_s):
                 if records[0].is_admitted:
                     return await self._reserve(records, avoid)
-                async with self._turn:
-                    attempts = await self._reserve(records, avoid)
+                with self._turns.line(records[0].num_tokens) as turn:
+                    attempts = await self._reserve(records, avoid, turn)
                 for record in records[: len(attempts)]:
                     record.is_admitted = True
                 return attempts
@@ -235,14 +241,23 @@ class Dispatcher:
             for record in records:
                 record.queue_s += time.monotonic() - started
 
-    async def _reserve(self, records: Sequence[RequestRecord], avoid: set[str]) -> list[Attempt]:
+    async def _reserve(
+        self, records: Sequence[RequestRecord], avoid: set[str], turn: Turn | None = None
+    ) -> list[Attempt]:
+        """turn: to be waited for before each try; None: it has had its turn."""
         record, failures = records[0], 0
         while True:
+            if turn is not None:
+                await turn.take()
             await self.seams.queue_is_open.wait()
             if self._is_closed:
                 raise ApiError(503, "router is shutting down", code="draining", retry_after_s=5)
             full: set[str] = set()
-            while (choice := policy.choose(self._registry.snapshots(), full=full, avoid=avoid)) is not None:
+            while True:
+                snapshots = self._registry.snapshots()
+                choice = policy.choose(snapshots, record.num_tokens, full=full, avoid=avoid)
+                if choice is None:
+                    break
                 pair = self._registry.pair(choice.prefill.url, choice.decode.url)
                 attempt = self._attempt(pair, record)
                 is_held = False
@@ -265,6 +280,8 @@ class Dispatcher:
             grace = self._config.resume_timeout_s if record.num_attempts else UNREADY_GRACE_S
             if not self._registry.is_ready and time.monotonic() - self._registry.unready_since >= grace:
                 raise self._not_ready()
+            if turn is not None and policy.is_held_back(snapshots, record.num_tokens):
+                turn.step_aside()
             await self._registry.wait_change(CAPACITY_POLL_S)
 
     async def _reserve_more(self, pair: Pair, records: Sequence[RequestRecord], first: Attempt) -> list[Attempt]:

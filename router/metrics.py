@@ -99,7 +99,7 @@ class _Gauges(Collector):
         )
         for worker in self._workers.workers:
             for name in _WORKER_STATES:
-                state.add_metric([worker.url, worker.role, name], float(worker.state == name))
+                state.add_metric([worker.url, worker.role, name], float(worker.shown_state == name))
         yield state
         for field in WorkerStats.__struct_fields__:
             gauge = GaugeMetricFamily(

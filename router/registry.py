@@ -22,16 +22,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from router import protocol
+from router.bring_up import bring_up
 from router.client import WorkerError, WorkerUnreachable
-from router.policy import DecodeSnapshot, PairSnapshot, PrefillSnapshot
-from router.protocol import PROTOCOL_VERSION, StreamFrame, WorkerInfo
+from router.policy import PairSnapshot
+from router.protocol import PROTOCOL_VERSION, StreamFrame, WorkerInfo, WorkerRole
 from router.workers import Pair, Worker
 
 log = logging.getLogger("isthmus.router")
 
-LINK_TIMEOUT_S = 60.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
-BRING_UP_MIN_S, BRING_UP_MAX_S = 0.1, 5.0
 TELL_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -46,15 +45,19 @@ class Registry:
     ) -> None:
         self._silence_s = silence_s
         self._lost_s = lost_s
-        router = uuid.uuid4().hex  # a router that is started again is another one
-        self.prefills = [Worker(url, "prefill", router=router) for url in prefill]
-        self.decodes = [Worker(url, "decode", router=router) for url in decode]
-        self.pairs = [Pair(p, d) for p in self.prefills for d in self.decodes]
+        self._router = uuid.uuid4().hex  # a router that is started again is another one
+        self.prefills: list[Worker] = []
+        self.decodes: list[Worker] = []
+        self.pairs: list[Pair] = []
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self.unready_since = time.monotonic()
         self._was_ready = self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._change: asyncio.Future[None] | None = None
         self._warm_up: Callable[[Pair], Awaitable[None]] | None = None
+        for role, urls in (("prefill", prefill), ("decode", decode)):
+            for url in urls:
+                self.add(url, role)  # type: ignore[arg-type]
 
     @property
     def workers(self) -> list[Worker]:
@@ -68,12 +71,51 @@ class Registry:
     def state(self) -> str:
         """The most advanced state of any pair."""
         states = {pair.state for pair in self.pairs}
-        return next((s for s in ("ready", "warming", "linking", "waiting") if s in states), "failed")
+        return next((s for s in ("ready", "warming", "linking", "waiting", "draining") if s in states), "failed")
 
     def start(self, warm_up: Callable[[Pair], Awaitable[None]]) -> None:
         self._warm_up = warm_up
         for worker in self.workers:
-            self._spawn(self._watch(worker))
+            self._watches[worker.url] = self._spawn(self._watch(worker))
+
+    # ------------------------------------------------------------ joining and leaving
+
+    def find(self, url: str) -> Worker | None:
+        return next((worker for worker in self.workers if worker.url == url), None)
+
+    def add(self, url: str, role: WorkerRole) -> Worker:
+        """Take in a worker; it gets requests once a pair with it is linked and warm."""
+        assert self.find(url) is None
+        worker = Worker(url, role, router=self._router)
+        if role == "prefill":
+            self.prefills.append(worker)
+            self.pairs += [Pair(worker, decode) for decode in self.decodes]
+        else:
+            self.decodes.append(worker)
+            self.pairs += [Pair(prefill, worker) for prefill in self.prefills]
+        if self._warm_up is not None:
+            self._watches[url] = self._spawn(self._watch(worker))
+        return worker
+
+    def drain(self, worker: Worker) -> None:
+        """Give a worker nothing new; what it has goes on."""
+        worker.is_draining = True
+        log.info("%s worker %s is drained: %d requests go on there", worker.role, worker.url, worker.num_requests)
+        self._reconcile()
+
+    async def remove(self, worker: Worker) -> None:
+        """Forget a worker. Requests that still depend on it go on elsewhere."""
+        watch = self._watches.pop(worker.url, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        worker.is_draining = worker.is_lost = True
+        self._fail_requests(worker, f"{worker.url} was removed")
+        self.prefills, self.decodes = ([w for w in some if w is not worker] for some in (self.prefills, self.decodes))
+        self.pairs = [pair for pair in self.pairs if worker not in (pair.prefill, pair.decode)]
+        log.info("%s worker %s is removed", worker.role, worker.url)
+        self._reconcile()
+        await worker.client.close()
 
     async def close(self) -> None:
         """End all watching and close every connection."""
@@ -90,7 +132,10 @@ class Registry:
 
     def snapshots(self) -> list[PairSnapshot]:
         """Return what policy may look at: the ready pairs."""
-        return [PairSnapshot(_prefill_snapshot(p.prefill), _decode_snapshot(p.decode)) for p in self.ready_pairs()]
+        pairs = self.ready_pairs()
+        prefills = {id(p.prefill): p.prefill.prefill_snapshot() for p in pairs}
+        decodes = {id(p.decode): p.decode.decode_snapshot() for p in pairs}
+        return [PairSnapshot(prefills[id(p.prefill)], decodes[id(p.decode)]) for p in pairs]
 
     def pair(self, prefill_url: str, decode_url: str) -> Pair:
         return next(p for p in self.pairs if p.prefill.url == prefill_url and p.decode.url == decode_url)
@@ -271,7 +316,7 @@ class Registry:
         generation = peer.generation
         for delay in TELL_DELAYS_S:
             await asyncio.sleep(delay)
-            if peer.generation != generation:
+            if peer.generation != generation or self.find(peer.url) is not peer:
                 return
             try:
                 if peer.role == "decode":
@@ -307,39 +352,8 @@ class Registry:
 
     async def _bring_up(self, pair: Pair) -> None:
         assert self._warm_up is not None
-        delay = BRING_UP_MIN_S
         try:
-            while pair.state in ("linking", "warming"):
-                generations = pair.generations
-                try:
-                    if pair.linked != generations:
-                        reply = await pair.prefill.client.link(_link_request(pair), timeout_s=LINK_TIMEOUT_S)
-                        pair.learn(reply)
-                        pair.linked = generations
-                    await self._warm_up(pair)
-                except WorkerError as error:
-                    if pair.reason != error.message and error.code != "not_ready":
-                        log.warning("pair %s -> %s: %s", pair.prefill.url, pair.decode.url, error.message)
-                    pair.reason = error.message
-                    if error.code not in ("no_capacity", "not_ready"):
-                        pair.linked = (0, 0)
-                    await asyncio.sleep(delay)
-                    delay = min(2 * delay, BRING_UP_MAX_S)
-                    continue
-                except Exception:
-                    log.exception("pair %s -> %s can't be brought up", pair.prefill.url, pair.decode.url)
-                    await asyncio.sleep(BRING_UP_MAX_S)
-                    continue
-                if pair.generations == generations and pair.linked == generations:
-                    pair.warmed, pair.reason = generations, ""
-                    log.info(
-                        "pair %s -> %s is warm: %s over %s",
-                        pair.prefill.url,
-                        pair.decode.url,
-                        pair.transport,
-                        pair.lane,
-                    )
-                    return
+            await bring_up(pair, self._warm_up)
         finally:
             pair.task = None
             self._reconcile_soon()
@@ -374,31 +388,3 @@ def _refusal(worker: Worker, info: WorkerInfo) -> str:
             "of it any more: it is asked to end; start it again"
         )
     return ""
-
-
-def _link_request(pair: Pair) -> protocol.LinkRequest:
-    info = pair.decode.info
-    assert info is not None and info.fingerprints is not None
-    return protocol.LinkRequest(
-        worker_id=info.id,
-        generation=info.generation,
-        url=pair.decode.url,
-        fingerprints=info.fingerprints,
-        endpoints=info.endpoints,
-    )
-
-
-def _prefill_snapshot(worker: Worker) -> PrefillSnapshot:
-    assert worker.info is not None and worker.info.limits is not None
-    limits = worker.info.limits
-    return PrefillSnapshot(
-        url=worker.url,
-        prefills=len(worker.prefills),
-        tokens=sum(worker.prefills.values()),
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-    )
-
-
-def _decode_snapshot(worker: Worker) -> DecodeSnapshot:
-    return DecodeSnapshot(url=worker.url, requests=len(worker.inboxes), free_blocks=worker.stats.free_blocks)

@@ -12,9 +12,10 @@ import msgspec
 
 from router.client import WorkerClient
 from router.inbox import Inbox
+from router.policy import DecodeSnapshot, PrefillSnapshot
 from router.protocol import AbortRequest, Fingerprints, LinkReply, WorkerInfo, WorkerRole, WorkerStats
 
-PairState = Literal["waiting", "linking", "warming", "ready", "failed"]
+PairState = Literal["waiting", "linking", "warming", "ready", "draining", "failed"]
 
 
 class Worker:
@@ -32,6 +33,8 @@ class Worker:
         self.is_connected = False
         self.is_lost = True
         self.is_refused = False
+        # It gets nothing new, and what it has goes on.
+        self.is_draining = False
         self.next_frame = 0
         self.inboxes: dict[str, Inbox] = {}
         self.prefills: dict[str, int] = {}
@@ -53,6 +56,38 @@ class Worker:
             and (self.role == "prefill" or bool(self.info.endpoints))
         )
 
+    @property
+    def shown_state(self) -> str:
+        """Its state as people are told."""
+        return "draining" if self.is_draining and self.state == "ready" else self.state
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this router that depend on it: at prefill until their cache has landed."""
+        return len(self.inboxes.keys() | self.prefills.keys())
+
+    def prefill_snapshot(self) -> PrefillSnapshot:
+        assert self.info is not None and self.info.limits is not None
+        limits = self.info.limits
+        return PrefillSnapshot(
+            url=self.url,
+            prompts=tuple(self.prefills.values()),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+
+    def decode_snapshot(self) -> DecodeSnapshot:
+        assert self.info is not None and self.info.limits is not None
+        limits = self.info.limits
+        return DecodeSnapshot(
+            url=self.url,
+            requests=len(self.inboxes),
+            free_blocks=self.stats.free_blocks,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            block_tokens=limits.block_tokens,
+        )
+
     def describe(self) -> dict[str, Any]:
         """Return its entry in /topology."""
         info = self.info
@@ -60,8 +95,9 @@ class Worker:
             "id": info.id if info else self.url,
             "role": self.role,
             "url": self.url,
-            "state": self.state,
+            "state": self.shown_state,
             "reason": self.reason,
+            "num_requests": self.num_requests,
             "generation": self.generation,
             "leader_pid": info.leader_pid if info else None,
             "ranks": _all_fields(info.ranks) if info else [],
@@ -107,6 +143,8 @@ class Pair:
 
     @property
     def state(self) -> PairState:
+        if self.prefill.is_draining or self.decode.is_draining:
+            return "draining"
         if not (self.prefill.is_linkable and self.decode.is_linkable):
             return "waiting"
         if self.mismatch:

@@ -207,18 +207,6 @@ def test_rtx_file_is_four_ranks_on_each_node(model: str) -> None:
     ]
 
 
-def test_ray_accepts_the_cluster_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    import yaml
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    config = prepare_config(yaml.safe_load((ROOT / "deploy/ray-cluster.yaml").read_text()))
-    validate_config(config)
-    assert config["provider"]["type"] == "local"
-    assert "numa:1" in config["head_start_ray_commands"][1]
-
-
 def test_requests_wait_longer_for_a_worker_where_it_is_started_again():
     flags = ["--model", "m", "--prefill", "http://p", "--decode", "http://d"]
     by_hand, supervised = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import threading
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy import cluster as deploy_cluster
 from deploy.config import load_cluster_config
 from deploy.group import Member, StartFailed
+from deploy.membership import Membership
 from deploy.progress import Progress
+from deploy.restarts import ClusterFailed
 
 ORACLE = Path(__file__).resolve().parents[1] / "oracle" / "tiny"
 
@@ -31,7 +33,7 @@ class Group:
         self.restarts: deque[float] = deque()
         self.members: list[Member] = []
 
-    def create(self) -> None:
+    def create(self, meanwhile: Any) -> None:
         self.calls.append("create")
 
     def start(self) -> None:
@@ -42,6 +44,9 @@ class Group:
 
     def end(self) -> None:
         self.calls.append("end")
+
+    def describe(self) -> str:
+        return "here"
 
     def read_address(self, timeout_s: float) -> bool:
         return True
@@ -54,12 +59,12 @@ def restart(tmp_path: Path) -> Any:
     path.write_text("supervisor: {max_restarts: 3, restart_backoff_s: 0.001}\n")
     config = load_cluster_config(argparse.Namespace(config=str(path), model=str(ORACLE)), {})
     progress = Progress(Console(file=io.StringIO()))
-    checked = SimpleNamespace(placements=(), topology=None)
-    made = deploy_cluster._Cluster(
-        config, checked, run_dir=tmp_path, environ={"XDG_STATE_HOME": str(tmp_path)}, progress=progress
-    )
-    yield lambda group: made._restart_group(group, [(Member("prefill-0 rank 0", None, None, 1, path), "killed")])
-    made._http.close()
+    head = SimpleNamespace(is_alive=lambda: True)
+    hosts = SimpleNamespace(here=None, head=head, watch=lambda targets: None)
+    members = Membership(config, hosts, control=None, progress=progress, stop=threading.Event())
+    members.groups = []
+    yield lambda group: members.restart(group, [(Member("prefill-0 rank 0", None, None, 1, path), "killed")])
+    members.close()
 
 
 def test_death_at_birth_counts_as_one_more_restart(restart: Any) -> None:
@@ -69,5 +74,5 @@ def test_death_at_birth_counts_as_one_more_restart(restart: Any) -> None:
 
 
 def test_group_that_never_starts_ends_the_cluster_with_the_number_of_tries(restart: Any) -> None:
-    with pytest.raises(deploy_cluster.ClusterFailed, match="max_restarts = 3"):
+    with pytest.raises(ClusterFailed, match="max_restarts = 3"):
         restart(Group(failures=100))

@@ -36,7 +36,7 @@ def test_there_are_mutants_of_every_package():
         for line in mutant.patch.read_text().splitlines()
         if line.startswith("+++ ")
     }
-    assert packages == {"router", "engine", "prefill_worker", "decode_worker", "kv_transfer", "kernels"}
+    assert packages == {"router", "engine", "prefill_worker", "decode_worker", "kv_transfer", "kernels", "deploy"}
 
 
 def test_fault_that_no_test_sees_is_reported(tmp_path, monkeypatch):

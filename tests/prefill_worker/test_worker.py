@@ -177,12 +177,19 @@ def test_single_token_needs_no_landing() -> None:
 
 def test_third_waiting_prompt_is_refused_and_nothing_is_held_for_it() -> None:
     bench = Bench()
-    bench.accept("a", 10)
+    bench.accept("a", 200)
     bench.accept("b", 10)
     free = bench.worker.stats().free_blocks
-    with pytest.raises(errors.NoCapacity, match="2 prompts are waiting"):
-        bench.accept("c", 10)
+    with pytest.raises(errors.NoCapacity, match="2 prompts of 210 tokens are waiting"):
+        bench.accept("c", 100)
     assert bench.worker.stats().free_blocks == free
+
+
+def test_any_number_may_wait_that_fits_into_one_chunk() -> None:
+    bench = Bench()
+    for name in "abcd":
+        bench.accept(name, 20)
+    assert bench.worker.stats().num_waiting == 4
 
 
 def test_abort_before_any_write_is_drained_at_once() -> None:

@@ -135,6 +135,27 @@ def test_requests_wait_in_order_for_room_and_the_queue_is_bounded(make_cluster, 
         cluster.assert_clean()
 
 
+def test_short_prompt_does_not_wait_behind_long_ones_that_prefill_holds_back(make_cluster, next_tokens):
+    """Two long ones are at the only prefill worker and a third waits for it: the short one is asked for at once."""
+    with make_cluster(limits={"max_num_batched_tokens": 100}) as cluster:
+        prefills = cluster.hold("prefill_gate")
+        dispatcher = cluster.router.dispatcher
+        with concurrent.futures.ThreadPoolExecutor(5) as pool:
+            long = [[n] * 300 for n in (1, 2, 3)]
+            futures = []
+            for n, prompt in enumerate(long):
+                futures.append(pool.submit(cluster.post, "/v1/completions", body(prompt=prompt)))
+                cluster.wait(lambda n=n: prefills.reached + dispatcher.num_queued == n + 1)
+            assert (prefills.reached, dispatcher.num_queued) == (2, 1)
+            short = pool.submit(cluster.post, "/v1/completions", body())
+            cluster.wait(lambda: prefills.reached == 3)
+            assert dispatcher.num_queued == 1
+            cluster.let_go(prefills)
+            assert token_ids(short.result(20)) == expected(next_tokens)
+            assert [token_ids(f.result(20)) for f in futures] == [expected(next_tokens, prompt) for prompt in long]
+        cluster.assert_clean()
+
+
 def test_a_wait_that_is_too_long_names_the_phase(make_cluster):
     with make_cluster(capacity=1, queue_timeout_s=0.2) as cluster:
         steps = cluster.hold("step_gate")

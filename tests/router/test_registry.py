@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+
+import httpx
 
 from router import protocol
 
@@ -202,3 +205,105 @@ def test_a_decode_worker_that_was_wrongly_declared_dead_serves_again_and_may_die
             cluster.call(begin)
             cluster.wait(lambda: cluster.router.registry.is_ready)
             assert works(cluster)
+
+
+# ---------------------------------------------------------------- joining, draining, leaving
+
+
+def control(cluster, path: str, body: dict | None = None, *, status: int = 200):
+    """Call a control route of the cluster's router."""
+
+    async def ask():
+        transport = httpx.ASGITransport(cluster.router.control_app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            return await (client.get(path) if body is None else client.post(path, json=body))
+
+    reply = cluster.call(ask)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def add_decode(cluster) -> tuple:
+    """Let one more decode worker join; return the fake and the registry's entry, ready."""
+
+    async def start():
+        cluster.decodes.append(type(cluster.decodes[0])(cluster))
+        await cluster.decodes[-1].start()
+
+    cluster.call(start)
+    fake = cluster.decodes[-1]
+    control(cluster, "/workers", {"role": "decode", "url": fake.url}, status=201)
+    registry = cluster.router.registry
+    cluster.wait(lambda: any(pair.decode.url == fake.url and pair.state == "ready" for pair in registry.pairs))
+    return fake, registry.find(fake.url)
+
+
+def reserved(fake) -> int:
+    return len([m for path, m in fake.calls if path == "/reserve" and not m.request_id.startswith("warm-")])
+
+
+def test_a_worker_that_joins_is_warmed_up_and_shares_the_load(make_cluster):
+    with make_cluster() as cluster:
+        fake, _ = add_decode(cluster)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            steps = cluster.hold("step_gate")
+            answers = [pool.submit(works, cluster) for _ in range(8)]
+            cluster.wait(lambda: len(cluster.decodes[0].running) + len(fake.running) == 8)
+            assert len(fake.running) == 4
+            cluster.let_go(steps)
+            assert all(answer.result(20) for answer in answers)
+        assert {w["role"]: w["num_requests"] for w in control(cluster, "/workers")} == {"prefill": 0, "decode": 0}
+        cluster.assert_clean()
+
+
+def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(make_cluster):
+    with make_cluster() as cluster:
+        fake, worker = add_decode(cluster)
+        steps = cluster.hold("step_gate")
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            first = [pool.submit(works, cluster) for _ in range(2)]
+            cluster.wait(lambda: len(fake.running) == 1)
+            entry = control(cluster, "/workers/drain", {"url": fake.url})
+            assert (entry["state"], entry["num_requests"]) == ("draining", 1)
+            then = [pool.submit(works, cluster) for _ in range(2)]
+            cluster.wait(lambda: len(cluster.decodes[0].running) == 3)
+            assert reserved(fake) == 1
+            cluster.let_go(steps)
+            assert all(answer.result(20) for answer in [*first, *then])
+        cluster.wait(lambda: worker.num_requests == 0)
+        control(cluster, "/workers/remove", {"url": fake.url})
+        assert [w["url"] for w in control(cluster, "/workers")] == [cluster.prefills[0].url, cluster.decodes[0].url]
+        assert cluster.router.dispatcher._metrics.retries.labels("worker_lost")._value.get() == 0
+        assert works(cluster)
+        cluster.assert_clean()
+
+
+def test_what_runs_at_a_worker_that_is_removed_goes_on_elsewhere_with_the_same_tokens(make_cluster, next_tokens):
+    with make_cluster() as cluster:
+        fake, _ = add_decode(cluster)
+        cluster.call(lambda: setattr(cluster, "step_s", 0.02))
+        fields = BODY | {"max_tokens": 40, "return_token_ids": True}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(cluster.post, "/v1/completions", fields) for _ in range(2)]
+            cluster.wait(lambda: any(len(landed.outputs) > 3 for landed in fake.running.values()))
+            control(cluster, "/workers/drain", {"url": fake.url})
+            control(cluster, "/workers/remove", {"url": fake.url})
+            whole: list[int] = []
+            while len(whole) < 40:
+                whole.append(next_tokens(BODY["prompt"] + whole))
+            assert [answer.result(20).json()["choices"][0]["token_ids"] for answer in answers] == [whole, whole]
+        # its own record of the request is nobody's any more
+        cluster.call(fake.running.clear)
+        cluster.call(fake.landings.clear)
+        cluster.call(fake.quarantine.clear)
+        cluster.assert_clean()
+
+
+def test_control_refuses_what_can_not_be(make_cluster):
+    with make_cluster() as cluster:
+        url = cluster.decodes[0].url
+        assert "already" in control(cluster, "/workers", {"role": "decode", "url": url}, status=409)["error"]
+        assert "no URL" in control(cluster, "/workers", {"role": "decode", "url": "10.0.0.1:1"}, status=400)["error"]
+        assert "role" in control(cluster, "/workers", {"role": "router", "url": "http://a"}, status=400)["error"]
+        assert url in control(cluster, "/workers/drain", {"url": "http://nobody"}, status=404)["error"]
+        assert cluster.http.get("/workers").status_code == 404  # not on the port of the API
