@@ -10,6 +10,7 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.graph_sizes import graph_sizes
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.shard import Shard
 from engine.model.weight_bytes import count_weights
 from engine.served_model import shard_of
 from kv_transfer.layout import KVLayout
@@ -59,7 +60,8 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
     weights = _weights(config, model)
     if config.device == "cpu":
         return [weights]
-    local = shard_of(config).of(model)
+    shard = shard_of(config, model)
+    local = shard.of(model)
     parts = [weights, _scratch(), _context(), _allocator()]
     if config.role == "decode":
         parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
@@ -76,7 +78,7 @@ def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _weights(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPart:
-    shard = shard_of(config)
+    shard = shard_of(config, model)
     counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=config.device == "cuda")
     largest = sorted(counted.parts.items(), key=lambda item: -item[1])[:3]
     rank = "" if shard.count == 1 else f" of one of {shard.count} ranks"
@@ -204,7 +206,7 @@ def _attended(local: DeepSeekV4Config) -> int:
 
 def _scored_tokens(config: EngineConfig, local: DeepSeekV4Config) -> int:
     """Return how many tokens a rank chooses from: of all, or of its own rows of the head where it plays a group."""
-    return shard_of(config).head_rows(local) if config.simulate_rank else local.vocab_size
+    return Shard.parse(config.simulate_rank).head_rows(local)
 
 
 def _index_channels(local: DeepSeekV4Config) -> int:
