@@ -149,7 +149,8 @@ class DecodeGraphs:
                 self._run(size)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Another thread looks after exchanges with other ranks: what it asks the device is no part of this.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = self._run(size)
         self.nodes[size] = _count_nodes(graph)
         graph.instantiate()

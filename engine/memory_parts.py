@@ -32,9 +32,13 @@ ALLOCATOR_BYTES = 136 * MIB
 # Never given away: what a driver takes later.
 MARGIN_BYTES = GIB // 2
 
-# As in engine.cache, engine.model, kv_transfer.checksum, kernels.indexer_decode, indexer_chunk, moe_routing and
-# moe_blocks, which import torch.
+# Two communicators of NCCL: an assumption, nobody has measured them on PCIe.
+COMMUNICATORS_BYTES = 512 * MIB
+
+# As in engine.cache, kernels.one_shot, engine.model, kv_transfer.checksum, kernels.indexer_decode, indexer_chunk,
+# moe_routing and moe_blocks, which import torch.
 SCRATCH_BYTES = 16 * MIB
+ONE_SHOT_BYTES = MIB // 2
 WORKSPACE_SCORES = 1 << 24
 CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
@@ -67,6 +71,8 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
         parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
     else:
         parts += [_prefill_workspace(config, local, layout)]
+    if config.ranks > 1:
+        parts.append(_exchange(config, local))
     return sorted(parts, key=lambda part: -part.num_bytes)
 
 
@@ -160,6 +166,18 @@ def _sampling_pools(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart
         name="sampling",
         num_bytes=config.max_num_seqs * each,
         how=f"{config.max_num_seqs} rows of history, bias and mask: {each:,} B each",
+    )
+
+
+def _exchange(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
+    """Communicators, regions that peers write (kernels.one_shot), and logits as they are gathered and put in order."""
+    regions = 2 * config.ranks * ONE_SHOT_BYTES
+    logits = 2 * 4 * local.vocab_size * config.max_num_seqs
+    return MemoryPart(
+        name="exchange",
+        num_bytes=COMMUNICATORS_BYTES + regions + logits,
+        how=f"among {config.ranks} ranks: NCCL {COMMUNICATORS_BYTES // MIB} MiB (assumed), peers' memory "
+        f"{regions / MIB:,.0f}, gathered logits {logits / MIB:,.0f}",
     )
 
 

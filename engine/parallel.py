@@ -89,17 +89,18 @@ class HostGroup:
     def __init__(self, store: Any, *, rank: int, count: int, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         self.index, self.count = rank, count
         self.exchange: ExchangeInfo | None = ExchangeInfo(backend="gloo")
-        options: Any = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=timeout_s)
         try:
             store.set_timeout(timedelta(seconds=timeout_s))
             store.set(f"arrived/{rank}", "1")
             store.wait([f"arrived/{other}" for other in range(count)])
-            self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, count, options)
+            named = dist.PrefixStore("gloo", store)  # type: ignore[attr-defined]
+            self._gloo: Any = dist.ProcessGroupGloo(named, rank, count, options)
         except RuntimeError as error:
             raise ExchangeFailed(
-                f"rank {rank} of {count} found not all others within {timeout_s:.0f} s ({_first_line(error)}): one has "
+                f"rank {rank} of {count} found not all others within {timeout_s:.0f} s ({first_line(error)}): one has "
                 "not started or has ended, and its log says why"
             ) from error
         self._gloo._set_default_timeout(timedelta(seconds=STEP_TIMEOUT_S))
@@ -139,11 +140,11 @@ class HostGroup:
             begin().wait()
         except RuntimeError as error:
             raise ExchangeFailed(
-                f"rank {self.index} of {self.count} lost the others ({_first_line(error)}): one of them has ended, or "
+                f"rank {self.index} of {self.count} lost the others ({first_line(error)}): one of them has ended, or "
                 f"came {STEP_TIMEOUT_S:.0f} s late; its log says why"
             ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return what an error of the library says, without the stack that it brings along."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
