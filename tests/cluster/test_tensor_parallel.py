@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -127,3 +129,46 @@ def test_a_tensor_parallel_rank_that_is_killed_ends_its_group_and_is_named(site:
     os.kill(pid, signal.SIGKILL)
     assert site.processes["prefill-two"].wait(20) == 1
     assert f"failed: rank 1 (pid {pid}) ended" in site.log("prefill-two")
+
+
+# ---------------------------------------------------------------- under Ray
+
+
+def _faults() -> Any:
+    name = "faults"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_under_ray_start_again_and_the_request_goes_on(
+    launch, oracle_model: Path, tmp_path: Path
+) -> None:
+    """The second rank of decode is killed between two tokens. Its experts are shared out, prefill's are cut."""
+    faults, length = _faults(), 300
+    config = faults.write_config(tmp_path, oracle_model, ranks=2)
+    config.write_text(config.read_text().replace("decode: [{}]", "decode: [{expert_parallel: true}]"))
+    cluster = launch(str(config))
+    cluster.await_ready()
+    site = faults.Site(cluster)
+    before = site.workers()
+    assert [len(before[name]["ranks"]) for name in ("prefill-0", "decode-0")] == [2, 2]
+    assert before["decode-0"]["ranks"][0]["exchange"]["experts"] == "expert"
+    asked, wanted = faults.golden_ask(length, 10), GOLDEN[f"gen_{length}"].tolist()
+    site.hold("decode_step", "victim", n=4)
+
+    async def strike() -> Any:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+            answer = asyncio.create_task(faults.ask(client, asked.body(stream=True), name="victim"))
+            await site.await_held("decode_step", "victim")
+            os.kill(before["decode-0"]["ranks"][1]["pid"], signal.SIGKILL)
+            return await answer
+
+    answer = asyncio.run(strike())
+    assert (answer.token_ids, answer.finish_reason, answer.error) == (wanted, "length", None)
+    assert site.workers()["decode-0"]["generation"] != before["decode-0"]["generation"]
+    site.await_idle()
