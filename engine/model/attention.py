@@ -85,7 +85,7 @@ class Attention:
         self.indexer = None
         pooled = [] if self.compressor is None else [self.compressor.take_matrix()]
         if self.ratio == CSA_RATIO:
-            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
+            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard, group=group)
             query, heads = self.indexer.take_matrices()
             queries.append(query)
             pooled += [self.indexer.compressor.take_matrix(), heads]

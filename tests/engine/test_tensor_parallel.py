@@ -10,6 +10,7 @@ import torch
 
 from engine.eager_steps import NoMemoryInGroup
 from engine.model.config import load_config
+from engine.model.index_split import pays
 from engine.model.shard import Shard, cut_shape, tiles_of
 from engine.model.tensor_specs import tensor_specs
 from engine.model.weights import load_weights
@@ -123,6 +124,46 @@ def test_tensor_parallel_ranks_give_the_golden_logits_and_tokens(oracle, harness
         assert torch.equal(first.logits, second.logits)
         assert harness.distance(first.logits, golden[f"steplogits_{length}"]) < 1e-4
         assert first.tokens == second.tokens == golden[f"gen_{length}"].tolist()
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["rows", "kernels"])
+def test_tensor_parallel_ranks_that_share_index_scores_select_the_same(oracle, harness, monkeypatch, packs):
+    """Chunks of one sequence, the last of them shorter; as kernels have it, through their references."""
+    shared = []
+
+    def pays(num_tokens, entries, *, top_k, ranks):
+        fits = ranks > 1 and num_tokens > 4 and entries > top_k
+        shared.append(fits)
+        return fits
+
+    monkeypatch.setattr("engine.model.compressor.pays", pays)
+    options = {}
+    if packs:
+        options = {"kv_cache_dtype": "packed", "index_cache_dtype": "fp8"}
+        monkeypatch.setattr("engine.model.model.decode_batch", lambda batch, cache: batch.decode)
+        monkeypatch.setattr("engine.model.attention.runs_decode_kernels", lambda cache, device: True)
+    golden = oracle.golden("tiny")
+    prompt = golden["prompt_300"].tolist()[:271]
+
+    def serve(group):
+        side = harness.Side(harness.make_runner(oracle.folder("tiny"), group=group, ranks=2 if group else 1, **options))
+        return harness.colocated(side, prompt, golden["gen_300"][:3], chunk=90, poison=False)
+
+    with torch.inference_mode():
+        first, second = Hub(2).run(serve)
+        assert any(shared)
+        assert torch.equal(first.logits, second.logits)
+        assert harness.distance(first.logits, serve(None).logits) < (0.2 if packs else 1e-4)
+        monkeypatch.setattr("engine.model.compressor.pays", lambda *_, **__: False)
+        assert torch.equal(Hub(2).run(serve)[0].logits, first.logits)
+
+
+def test_index_scores_are_shared_where_their_bytes_outweigh_what_is_selected():
+    chunk = {"top_k": 512, "ranks": 4}
+    assert pays(4096, 131072 // 4, **chunk) and not pays(4096, 8192 // 4, **chunk)
+    assert pays(4096, 9600, **chunk) and not pays(4096, 9400, **chunk)
+    assert not pays(1, 1 << 20, **chunk) and not pays(64, 131072 // 4, **chunk)
+    assert not pays(4096, 131072 // 4, top_k=512, ranks=1)
 
 
 def test_tensor_parallel_ranks_draw_the_same_tokens(oracle, harness):
