@@ -58,7 +58,8 @@ class NcclComm:
         self._do(lambda: self._nccl._allgather_base(out, x))
 
     def close(self) -> None:
-        self._nccl.shutdown()
+        """Give it back, without a word to the others: they may be gone."""
+        self._nccl.abort()
 
     def _do(self, begin: Callable[[], Any]) -> None:
         try:
@@ -102,6 +103,10 @@ class DeviceGroup:
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         return self._host.agree(flags)
+
+    def close(self) -> None:
+        for comm in {self._small.name: self._small, self._large.name: self._large}.values():
+            comm.close()
 
     def _comm(self, num_bytes: int) -> NcclComm:
         return self._large if num_bytes >= self._choice.large_bytes else self._small

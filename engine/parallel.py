@@ -42,11 +42,17 @@ class Rank(Group, Protocol):
     @property
     def exchange(self) -> ExchangeInfo | None: ...
 
+    def close(self) -> None:
+        """Give back what exchanging takes. Nobody exchanges any more."""
+
 
 class Single(Alone):
     """The only rank of its group."""
 
     exchange: ExchangeInfo | None = None
+
+    def close(self) -> None:
+        pass
 
 
 def join(
@@ -120,6 +126,9 @@ class HostGroup:
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         raised = torch.tensor(list(flags), dtype=torch.int32)
         return [count > 0 for count in self.all_reduce(raised).tolist()]
+
+    def close(self) -> None:
+        pass  # sockets end with the process
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return of each value the largest that any rank has given, so that all decide alike."""

@@ -36,6 +36,7 @@ from kv_transfer.transports import make_transport
 if TYPE_CHECKING:
     from engine.arrivals import ArrivalThread
     from engine.memory_gauge import MemoryGauge
+    from engine.parallel import Rank
     from engine.runner import ModelRunner, Ticket
     from engine.step_profiler import RankProfile
     from engine.transfers import TransferThread
@@ -83,6 +84,7 @@ class RankProcess:
         self._arrivals: ArrivalThread | None = None
         self._run_dir = run_dir
         self._profile: RankProfile | None = None
+        self._group: Rank | None = None
         self._busy_since: float | None = None  # of the oldest plan that is not answered yet
 
     def send(self, message: messages.RankMessage) -> None:
@@ -108,6 +110,8 @@ class RankProcess:
             self._transfers.stop()
         if self._arrivals is not None:
             self._arrivals.stop()
+        if self._group is not None:
+            self._group.close()
 
     def _beat(self) -> None:
         """Show the leader that this process runs, and end at once when the leader has: a long step must not look like a
@@ -143,7 +147,7 @@ class RankProcess:
         if config.device == "cuda" and config.ranks > 1:
             _take_gpu(self._rank, torch.cuda.device_count())
             torch.cuda.set_device(self._rank)
-        group = join(
+        self._group = group = join(
             self._run_dir,
             rank=self._rank,
             count=config.ranks,
