@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from engine.exchange_choice import ONE_SHOT, SETTINGS, SIZES, Choice, choose, describe
 from engine.parallel import STEP_TIMEOUT_S, ExchangeFailed, HostGroup, first_line
@@ -55,7 +56,9 @@ class NcclComm:
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Fill out [count, ..] with every rank's x."""
-        self._do(lambda: self._nccl._allgather_base(out, x))
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._do(lambda: self._nccl._allgather_base(out, x, options))
 
     def close(self) -> None:
         """Give it back, without a word to the others: they may be gone."""

@@ -88,10 +88,11 @@ def _weights(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPart:
     counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=config.device == "cuda")
     largest = sorted(counted.parts.items(), key=lambda item: -item[1])[:3]
     rank = "" if shard.count == 1 else f" of one of {shard.count} ranks"
+    experts = f"experts {counted.experts}{', shared out' if shard.by_expert else ''}"
     return MemoryPart(
         name="weights",
         num_bytes=counted.total,
-        how=f"{model.num_hidden_layers} layers{rank}, experts {counted.experts}, linears {counted.matrices}: "
+        how=f"{model.num_hidden_layers} layers{rank}, {experts}, linears {counted.matrices}: "
         + ", ".join(f"{group} {_size(num_bytes)}" for group, num_bytes in largest),
     )
 

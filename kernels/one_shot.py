@@ -12,7 +12,8 @@ A rank's region lies in its own memory and is mapped by the others (engine/peer_
 Programs are on their own: program p of a rank hears from program p of the others. Each call has the next epoch, whose
 lowest bit says which half it uses and whose number is the flag, counted on the device: a captured call counts on when
 it is replayed. A half is written again two calls later. By then every rank has raised its flag of the call between, so
-it had read the half before. Every rank makes the same calls, with the same sizes, in the same order.
+it had read the half before. Every rank makes the same calls, with the same sizes, in the same order, on one stream or
+on several that wait for one another.
 
 Who waits for a rank that has ended waits for ever; ending the process ends the kernel (engine/rank.py).
 """
