@@ -23,9 +23,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.allocator_fault import is_out_of_memory
 from engine.batch import RunningSequences
 from engine.cache import KVCache
+from engine.cache_check import corrupt_starts
 from engine.config import EngineConfig
 from engine.decode_graphs import DecodeGraphs, LaunchedStep
 from engine.eager_steps import NOT_FINITE, EagerSteps, Outcome
@@ -42,9 +42,8 @@ from engine.model.placement import move_to
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weights import load_weights
-from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
+from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
-from kv_transfer.checksum import units_checksum
 from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -255,7 +254,7 @@ class ModelRunner:
                 self._graphs.leave(seq)
         for start in plan.starts:
             self.sequences.start(start)
-        self._corrupt |= self._corrupt_starts(plan.starts)
+        self._corrupt |= corrupt_starts(plan.starts, self.cache, rank=self._rank, group=self.group)
         steps, failed = self._sort_out(plan)
         problems = dict(failed)
         self.sequences.note([s for s in plan.steps if s.seq in problems], {}, problems)
@@ -341,35 +340,3 @@ class ModelRunner:
         if not steps:
             return Ticket(outcome)
         return Ticket(outcome, steps, graphs.launch(steps, [s for s in sequences if s.seq not in refused]))
-
-    def _corrupt_starts(self, starts: Sequence[SequenceStart]) -> dict[int, str]:
-        """Return by sequence what is wrong with a cache that came from elsewhere, at this rank or at another.
-
-        Ranks leave out the same sequences, or what they exchange would not be of the same tokens.
-        """
-        compared = [start for start in starts if start.checksums]
-        problems = [self._compare(start) for start in compared]
-        if compared:
-            anywhere = self.group.agree([bool(problem) for problem in problems])
-            elsewhere = f"{CACHE_CORRUPT}so says another rank of the group"
-            problems = [own or (elsewhere if bad else "") for own, bad in zip(problems, anywhere, strict=True)]
-        return {start.seq: problem for start, problem in zip(compared, problems, strict=True) if problem}
-
-    def _compare(self, start: SequenceStart) -> str:
-        """Return what of a cache that came from elsewhere is not what was sent, "" if all is."""
-        for group in self.cache.layout.groups:
-            units = start.block_ids if group.unit == "block" else [start.slot]
-            sent = start.checksums[self._rank].get(group.name)
-            if sent is None:
-                return f"{CACHE_CORRUPT}{group.name} came without a checksum"
-            try:
-                landed = units_checksum(self.cache.pools[group.name], units)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                return f"no memory to compare the cache that arrived ({group.name})"
-            if sent != landed:
-                problem = f"{CACHE_CORRUPT}{group.name}: checksum {landed:016x}, sent {sent:016x}"
-                log.error("sequence %d, %ss %s: %s", start.seq, group.unit, units, problem)
-                return problem
-        return ""

@@ -168,6 +168,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="decode steps, up to 6")
     parser.add_argument("--processes", action="store_true", help="a process and a device for each rank")
     args = parser.parse_args()
+    from kernels.triton_env import INTERPRETED
+
+    if INTERPRETED:  # slow: a few tokens
+        _module("interp", TESTS / "kernels/interp.py").repair()
     torch.set_num_threads(1)
     found = trials(
         device=args.device, dtypes=args.dtype, counts=args.ranks, ways=args.by, lengths=tuple(args.lengths),
