@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def corrupt_starts(starts: Sequence[SequenceStart], cache: KVCache, *, rank: int, group: Group) -> dict[int, str]:
-    """Return by sequence what is wrong with its cache, at this rank or at another. Those without checksums are sound."""
+    """Return by sequence what is wrong with its cache, at this rank or at another. Without checksums nothing is."""
     compared = [start for start in starts if start.checksums]
     if not compared:
         return {}
