@@ -128,7 +128,8 @@ class HostGroup:
         return [count > 0 for count in self.all_reduce(raised).tolist()]
 
     def close(self) -> None:
-        pass  # sockets end with the process
+        """Close the connections and end the threads that look after them; the others lose this rank."""
+        self._gloo = None
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return of each value the largest that any rank has given, so that all decide alike."""

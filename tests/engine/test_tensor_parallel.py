@@ -230,9 +230,23 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
         join(tmp_path, rank=1, count=2, generation=7, device="cpu", timeout_s=0.2)
 
 
-def test_ranks_exchange_over_loopback(tmp_path):
+@pytest.fixture
+def joined():
+    """A function of (folder, rank) that joins two ranks. Closed at the end: a later fork must not find their threads."""
+    groups = []
+
+    def join_two(folder, rank):
+        groups.append(join(folder, rank=rank, count=2, generation=7, device="cpu"))
+        return groups[-1]
+
+    yield join_two
+    for group in groups:
+        group.close()
+
+
+def test_ranks_exchange_over_loopback(joined, tmp_path):
     def exchange(rank):
-        group = join(tmp_path, rank=rank, count=2, generation=7, device="cpu")
+        group = joined(tmp_path, rank)
         mine = torch.arange(6.0).view(2, 3) * (rank + 1)
         sums = group.all_reduce(mine.to(torch.bfloat16)).float()
         found = (sums, group.all_gather(mine), group.agree([rank == 1, False]), group.largest([rank, -rank]))
@@ -245,13 +259,12 @@ def test_ranks_exchange_over_loopback(tmp_path):
         assert found[2:] == ([True, False], [1.0, 0.0], [b"\0\x09", b"\x01\x09"], (0, 3))
 
 
-def test_who_loses_the_others_says_so(tmp_path):
+def test_who_loses_the_others_says_so(joined, tmp_path):
     def exchange(rank):
-        group = join(tmp_path, rank=rank, count=2, generation=7, device="cpu")
+        group = joined(tmp_path, rank)
         group.agree([True])
         if rank == 1:
-            return None  # ends, and its connections with it
-        group._gloo._set_default_timeout(__import__("datetime").timedelta(seconds=5))
+            return group.close()
         return group.agree([True])
 
     first, _ = both(exchange)
