@@ -232,7 +232,7 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
 
 @pytest.fixture
 def joined():
-    """A function of (folder, rank) that joins two ranks. Closed at the end: a later fork must not find their threads."""
+    """A function of (folder, rank) that joins two ranks. Closed at the end: a fork later on must not find threads."""
     groups = []
 
     def join_two(folder, rank):
