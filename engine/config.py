@@ -34,7 +34,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_gib: what the cache may take at most; 0 means all that is left of a GPU.
     landings_ahead: reservations that decode accepts beyond max_num_seqs.   waiting_ahead: prompts that may wait at
     prefill, whatever their length; more while all of them fit into one chunk, as slots allow.
-    ranks: processes of the group, one per GPU.   numa_node: -1 means unpinned.
+    ranks: processes of the group, one per GPU, that compute one model together (docs/ranks.md).
+    expert_parallel: ranks share routed experts out, whole ones, instead of cutting each; None: engine.expert_cut says.
+    numa_node: -1 means unpinned.
     cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.
     threads: of a rank's arithmetic on the CPU; more only pays for models much larger than the tiny one.
     transfer_timeout_s: what one write may take at least; large ones get more, by measured bandwidth.
@@ -67,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landings_ahead: int = 8
     waiting_ahead: int = 2
     ranks: int = 1
+    expert_parallel: bool | None = None
     device: Device = "cpu"
     threads: int = 1
     transport: TransportName = "auto"

@@ -100,7 +100,7 @@ class DecodeGraphs:
         self._last_token = torch.zeros(most, dtype=torch.int64, device=device)
         self._block_table = torch.full((most, max_blocks), -1, dtype=torch.int32, device=device)
         self._num_blocks = [0] * most  # of each row that the device's table has
-        self._sampler = DeviceSampler(most, model.head.shape[0], device)
+        self._sampler = DeviceSampler(most, model.num_scored, device)
         self._choosers: dict[int, Chooser] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self.nodes: dict[int, int] = {}
@@ -149,7 +149,8 @@ class DecodeGraphs:
                 self._run(size)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Another thread looks after exchanges with other ranks: what it asks the device is no part of this.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = self._run(size)
         self.nodes[size] = _count_nodes(graph)
         graph.instantiate()

@@ -1,6 +1,7 @@
 """EagerSteps: steps of any shape, over when the call returns: prompts, and decode where nothing is captured.
 
-A step for which there is no memory has not happened. It runs again without its newest sequence, until it fits.
+A step for which there is no memory has not happened. It runs again without its newest sequence, until it fits. One rank
+of several can't do that alone: the group ends, and starts again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from router.protocol import TokenLogprobs
 log = logging.getLogger(__name__)
 
 NOT_FINITE = "the hidden state is not finite: the cache or the weights hold NaN or infinite values"
+
+
+class NoMemoryInGroup(Exception):
+    """One rank of several has no memory for a step that others may carry out: they are out of step from here on."""
 
 
 class Outcome(NamedTuple):
@@ -64,6 +69,11 @@ class EagerSteps:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                if model.group.count > 1:
+                    raise NoMemoryInGroup(
+                        f"no memory for a step of {len(steps)} sequences ({error}): other ranks may have gone on, and "
+                        "can't take back what they were sent. Lower max_num_batched_tokens or kv_cache_memory_gib"
+                    ) from error
                 log.warning("no memory for a step of %d sequences, tried with one less: %s", len(steps), error)
             # Not before here, where the error is gone, and with it the tensors that its frames held.
             rollback.undo()

@@ -108,6 +108,12 @@ FIELDS = (
         1,
         1024,
     ),
+    Field(
+        "expert_parallel",
+        _PLACE,
+        "ranks share routed experts out instead of cutting each: true, false; default: what costs less",
+        ("--enable-expert-parallel",),
+    ),
     Field("device", _PLACE, "cpu, or cuda (each rank takes one GPU of those it sees)"),
     Field("threads", _PLACE, "CPU threads of a rank's arithmetic; small models are fastest with one", (), 1, 1024),
     Field("numa_node", _PLACE, "NUMA node to pin to; -1: not pinned", (), -1, 1023),

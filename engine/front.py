@@ -153,7 +153,10 @@ class Front:
             reason=self.reason,
             model=self.config.model,
             served_model_name=self.config.served_model_name or Path(self.config.model).resolve().name,
-            ranks=[protocol.RankInfo(rank=r.rank, pid=r.pid, device=r.device, numa=r.numa) for r in self._ranks],
+            ranks=[
+                protocol.RankInfo(rank=r.rank, pid=r.pid, device=r.device, numa=r.numa, exchange=r.exchange)
+                for r in self._ranks
+            ],
             fingerprints=self.fingerprints,
             limits=self.limits,
             memory=self._memory,

@@ -38,12 +38,18 @@ _PART_OF = {kernel: part for part, kernels in PARTS.items() for kernel in kernel
 _ATTENTION = ("cache write", "indexer", "attention")
 _EXPERTS = ("gate", "routed experts")
 _LIBRARY_PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas", re.IGNORECASE)
+_EXCHANGE = re.compile(r"one_shot_kernel|nccl", re.IGNORECASE)
 _LONGEST = 60
 
 
 def is_product(kernel: str) -> bool:
     """Return whether a kernel multiplies tokens with a matrix, ours or a library's, or makes them ready for it."""
     return kernel in PRODUCTS or bool(_LIBRARY_PRODUCT.search(kernel))
+
+
+def is_exchange(kernel: str) -> bool:
+    """Return whether a kernel exchanges with other ranks. It stands behind many parts, and tells nothing of them."""
+    return bool(_EXCHANGE.match(kernel))
 
 
 def parts_of(kernels: Sequence[str]) -> list[str]:
@@ -59,6 +65,8 @@ def parts_of(kernels: Sequence[str]) -> list[str]:
     for kernel, part, following in zip(kernels, known, after, strict=True):
         if part:
             before = part
+        if is_exchange(kernel):
+            part = "exchange"
         parts.append(part or (_product(before, following) if is_product(kernel) else short(kernel)))
     return parts
 

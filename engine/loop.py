@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 STEPS_UNDER_WAY = 2
 _TICK_S = 0.25
 STOPPED_AFTER_S = 3.0
+CAUSE_WITHIN_S = 1.0
+"""So long after a rank has lost the others the loop looks for the rank that was lost, to say why the group ends."""
 MUTE_AFTER_S = 10.0
 """A rank whose pulse has not moved for so long is killed, never waited for: sooner if the kernel shows it as stopped,
 later if it may be starved by a busy machine."""
@@ -106,6 +108,8 @@ class EngineLoop(Generic[W]):
         self._steps: collections.deque[messages.StepPlan] = collections.deque()  # under way, oldest first
         self._results: dict[int, dict[int, messages.StepResult]] = {}  # of those, by number and rank
         self._has_news = False
+        self._followers: dict[int, str] = {}  # ranks that lost the others, and how they tell it
+        self._followed_at: float | None = None
         self._stopping = self._has_ended = False
         self.num_steps = 0
         self.profiles = Profiles(self.send)
@@ -187,8 +191,12 @@ class EngineLoop(Generic[W]):
         self._feel_pulses(now)
         if ended and not self._stopping:
             self._listen()  # a last word may say why
-            names = ", ".join(f"rank {self._pids[pid]} (pid {pid})" for pid in ended)
-            raise PeerGone(f"{names} ended")
+            # One that lost the others ends as well: its end is no cause.
+            causes = [pid for pid in ended if self._pids[pid] not in self._followers]
+            if causes:
+                raise PeerGone(", ".join(f"rank {self._pids[pid]} (pid {pid})" for pid in causes) + " ended")
+        if self._followed_at is not None and now - self._followed_at > CAUSE_WITHIN_S:
+            raise PeerGone("; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(self._followers.items())))
 
     def _is_alive(self, rank: int) -> bool:
         """Say so of a rank whose ring is full: while a send waits for it, nothing else looks after it."""
@@ -236,6 +244,10 @@ class EngineLoop(Generic[W]):
                     self._listener.on_ready(ranks)
             case messages.Profiled():
                 self.profiles.on_profiled(message)
+            case messages.RankFailed(follows=True):
+                log.warning("rank %d: %s", rank, message.reason)
+                self._followers[rank] = message.reason
+                self._followed_at = self._followed_at or self._clock()
             case messages.RankFailed():
                 raise PeerGone(f"rank {rank}: {message.reason}")  # it has logged where
             case _:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.graph_sizes import graph_sizes
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.shard import Shard
 from engine.model.weight_bytes import count_weights
 from engine.served_model import shard_of
 from kv_transfer.layout import KVLayout
@@ -31,9 +32,13 @@ ALLOCATOR_BYTES = 136 * MIB
 # Never given away: what a driver takes later.
 MARGIN_BYTES = GIB // 2
 
-# As in engine.cache, engine.model, kv_transfer.checksum, kernels.indexer_decode, indexer_chunk, moe_routing and
-# moe_blocks, which import torch.
+# Two communicators of NCCL: an assumption, nobody has measured them on PCIe.
+COMMUNICATORS_BYTES = 512 * MIB
+
+# As in engine.cache, kernels.one_shot, engine.model, kv_transfer.checksum, kernels.indexer_decode, indexer_chunk,
+# moe_routing and moe_blocks, which import torch.
 SCRATCH_BYTES = 16 * MIB
+ONE_SHOT_BYTES = MIB // 2
 WORKSPACE_SCORES = 1 << 24
 CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
@@ -59,12 +64,15 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
     weights = _weights(config, model)
     if config.device == "cpu":
         return [weights]
-    local = shard_of(config).of(model)
+    shard = shard_of(config, model)
+    local = shard.of(model)
     parts = [weights, _scratch(), _context(), _allocator()]
     if config.role == "decode":
         parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
     else:
         parts += [_prefill_workspace(config, local, layout)]
+    if config.ranks > 1:
+        parts.append(_exchange(config, local))
     return sorted(parts, key=lambda part: -part.num_bytes)
 
 
@@ -76,14 +84,15 @@ def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _weights(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPart:
-    shard = shard_of(config)
+    shard = shard_of(config, model)
     counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=config.device == "cuda")
     largest = sorted(counted.parts.items(), key=lambda item: -item[1])[:3]
     rank = "" if shard.count == 1 else f" of one of {shard.count} ranks"
+    experts = f"experts {counted.experts}{', shared out' if shard.by_expert else ''}"
     return MemoryPart(
         name="weights",
         num_bytes=counted.total,
-        how=f"{model.num_hidden_layers} layers{rank}, experts {counted.experts}, linears {counted.matrices}: "
+        how=f"{model.num_hidden_layers} layers{rank}, {experts}, linears {counted.matrices}: "
         + ", ".join(f"{group} {_size(num_bytes)}" for group, num_bytes in largest),
     )
 
@@ -161,6 +170,18 @@ def _sampling_pools(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart
     )
 
 
+def _exchange(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
+    """Communicators, regions that peers write (kernels.one_shot), and logits as they are gathered and put in order."""
+    regions = 2 * config.ranks * ONE_SHOT_BYTES
+    logits = 2 * 4 * local.vocab_size * config.max_num_seqs
+    return MemoryPart(
+        name="exchange",
+        num_bytes=COMMUNICATORS_BYTES + regions + logits,
+        how=f"among {config.ranks} ranks: NCCL {COMMUNICATORS_BYTES // MIB} MiB (assumed), peers' memory "
+        f"{regions / MIB:,.0f}, gathered logits {logits / MIB:,.0f}",
+    )
+
+
 def _scratch() -> MemoryPart:
     return MemoryPart(
         name="transport",
@@ -204,7 +225,7 @@ def _attended(local: DeepSeekV4Config) -> int:
 
 def _scored_tokens(config: EngineConfig, local: DeepSeekV4Config) -> int:
     """Return how many tokens a rank chooses from: of all, or of its own rows of the head where it plays a group."""
-    return shard_of(config).head_rows(local) if config.simulate_rank else local.vocab_size
+    return Shard.parse(config.simulate_rank).head_rows(local)
 
 
 def _index_channels(local: DeepSeekV4Config) -> int:

@@ -80,6 +80,8 @@ class MemoryPlan:
             "workspace": measured.workspace_bytes,
             "graphs": measured.graph_bytes,
         }
+        # What ranks exchange by is not told apart from CUDA's own.
+        counted["CUDA"] += counted.pop("exchange", 0)
         known = self.cache_bytes + SCRATCH_BYTES + sum(found.values())
         found["CUDA"] = measured.device_bytes - measured.free_bytes - known
         found["transport"] = counted["transport"]  # of which only its pool, SCRATCH_BYTES, is there yet
@@ -140,7 +142,7 @@ _WHAT_IS_MEASURED = {
     "weights": "measured when they were loaded",
     "workspace": "measured: the allocator's, beyond weights and pools",
     "graphs": "measured: what captures took beyond the allocator",
-    "CUDA": "measured: all else, a transport's libraries and other processes included",
+    "CUDA": "measured: all else, the exchange among ranks, a transport's libraries and other processes included",
     "transport": "planned: its pool is there, checksums come with caches",
 }
 

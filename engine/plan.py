@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kv_transfer.landing import Landing
-from router.protocol import NumaBinding, SamplingParams, TokenLogprobs, WorkerState
+from router.protocol import ExchangeInfo, NumaBinding, SamplingParams, TokenLogprobs, WorkerState
 
 PREVIOUS = -1
 """In place of a step's only token: the one that the sequence's step before has sampled, known to the rank alone yet."""
@@ -170,7 +170,8 @@ class MeasuredMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReady(PlanMessage, frozen=True, kw_only=True):
-    """The rank can take plans. endpoint: encoded kv_transfer Endpoint.   memory: None on the CPU."""
+    """The rank can take plans. endpoint: encoded kv_transfer Endpoint.   memory: None on the CPU.   exchange: None for
+    a rank alone."""
 
     rank: int
     pid: int
@@ -180,6 +181,7 @@ class RankReady(PlanMessage, frozen=True, kw_only=True):
     endpoint: bytes
     model_fingerprint: str
     memory: MeasuredMemory | None = None
+    exchange: ExchangeInfo | None = None
 
 
 class StepResult(PlanMessage, frozen=True, kw_only=True):
@@ -254,10 +256,14 @@ class Profiled(PlanMessage, frozen=True, kw_only=True):
 
 
 class RankFailed(PlanMessage, frozen=True, kw_only=True):
-    """The rank can't go on; it ends after this."""
+    """The rank can't go on; it ends after this.
+
+    follows: it has lost the others of its group. One of them knows better why, or its death does.
+    """
 
     rank: int
     reason: str
+    follows: bool = False
 
 
 RankMessage = RankProgress | RankReady | StepResult | PushDone | PeerLinked | Arrived | Profiled | RankFailed

@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.leader import LeaderAddress
 from engine.logits_log import LogitsLog
 from engine.memory_plan import plan_memory
+from engine.model.config import ConfigError
 from engine.ring import PeerGone, Waiter, open_rank_end
 from engine.served_model import served_model
 from kv_transfer.landing import Endpoint, encode
@@ -35,6 +36,7 @@ from kv_transfer.transports import make_transport
 if TYPE_CHECKING:
     from engine.arrivals import ArrivalThread
     from engine.memory_gauge import MemoryGauge
+    from engine.parallel import Rank
     from engine.runner import ModelRunner, Ticket
     from engine.step_profiler import RankProfile
     from engine.transfers import TransferThread
@@ -46,6 +48,8 @@ _ATTACH_TIMEOUT_S = 60.0
 _PATIENCE_S = 3600.0
 _PULSE_S = 0.5
 _STEPS_LAUNCHED = 2
+_HUNG_AFTER_S = 600.0
+"""Of a rank of several: longer than any step, and than what an exchange on the host waits (parallel.STEP_TIMEOUT_S)."""
 _NAP_S = 1e-4
 """How often a step alone under way is looked at: who blocks for it can't launch the next behind it."""
 
@@ -58,7 +62,8 @@ def run_rank(config: EngineConfig, run_dir: Path, rank: int) -> None:
     except PeerGone as e:
         log.info("rank %d ends: %s", rank, e)
     except Exception as e:
-        process.send(messages.RankFailed(rank=rank, reason=f"{type(e).__name__}: {e}"))
+        follows = type(e).__name__ == "ExchangeFailed"  # its module would bring torch, which may be what is missing
+        process.send(messages.RankFailed(rank=rank, reason=f"{type(e).__name__}: {e}", follows=follows))
         raise
 
 
@@ -79,6 +84,8 @@ class RankProcess:
         self._arrivals: ArrivalThread | None = None
         self._run_dir = run_dir
         self._profile: RankProfile | None = None
+        self._group: Rank | None = None
+        self._busy_since: float | None = None  # of the oldest plan that is not answered yet
 
     def send(self, message: messages.RankMessage) -> None:
         self._channel.send(messages.encode(message))
@@ -103,15 +110,24 @@ class RankProcess:
             self._transfers.stop()
         if self._arrivals is not None:
             self._arrivals.stop()
+        if self._group is not None:
+            self._group.close()
 
     def _beat(self) -> None:
         """Show the leader that this process runs, and end at once when the leader has: a long step must not look like a
-        stopped process, and writes of a group without a leader must not go on behind everybody's back.
+        stopped process, and writes of a group without a leader must not go on behind everybody's back. A rank whose GPU
+        waits for others, who do not come, is ended here: nothing else would.
         """
         watch = select.poll()
         watch.register(self._leader_pidfd, select.POLLIN)
         while not watch.poll(_PULSE_S * 1000):
             self._channel.beat()
+            since = self._busy_since
+            if since is not None and time.monotonic() - since > _HUNG_AFTER_S and self._config.ranks > 1:
+                reason = f"a step has taken more than {_HUNG_AFTER_S:.0f} s: the ranks of the group are out of step"
+                log.error("rank %d: %s", self._rank, reason)
+                self.send(messages.RankFailed(rank=self._rank, reason=reason))
+                os._exit(1)
         if not self._is_done:
             os._exit(1)
 
@@ -123,11 +139,26 @@ class RankProcess:
         self._progress("loading", "importing torch")
         import torch
 
-        from engine.runner import ModelRunner
+        from engine.parallel import join
+        from engine.runner import DTYPES, ModelRunner
 
         torch.set_num_threads(config.threads)
         plan = plan_memory(config, served_model(config).config)
-        self._runner = ModelRunner(config, num_blocks=plan.num_blocks, num_slots=plan.num_slots, rank=self._rank)
+        if config.device == "cuda" and config.ranks > 1:
+            _take_gpu(self._rank, torch.cuda.device_count())
+            torch.cuda.set_device(self._rank)
+        self._group = group = join(
+            self._run_dir,
+            rank=self._rank,
+            count=config.ranks,
+            generation=self._generation,
+            device=config.device,
+            dtype=DTYPES[config.dtype],
+            progress=lambda text: self._progress("loading", text),
+        )
+        self._runner = ModelRunner(
+            config, num_blocks=plan.num_blocks, num_slots=plan.num_slots, rank=self._rank, group=group
+        )
         gauge = self._gauge()
         self._runner.load(lambda text: self._progress("loading", text))
         if gauge is not None:
@@ -156,6 +187,7 @@ class RankProcess:
                 endpoint=encode(endpoint),
                 model_fingerprint=self._runner.model_fingerprint,
                 memory=memory,
+                exchange=self._runner.exchange_info(group.exchange),
             )
         )
 
@@ -230,6 +262,7 @@ class RankProcess:
     def _obey(self, message: messages.LeaderMessage) -> None:
         match message:
             case messages.StepPlan():
+                self._busy_since = self._busy_since or time.monotonic()
                 if len(self._launched) == _STEPS_LAUNCHED:
                     self._collect()
                 if self._logits_log is not None:
@@ -258,6 +291,7 @@ class RankProcess:
         """Wait for the oldest step launched, and answer it."""
         number, ticket = self._launched.popleft()
         tokens, failed, logprobs = self._runner.collect(ticket)
+        self._busy_since = time.monotonic() if self._launched else None
         if self._logits_log is not None:
             self._logits_log.on_tokens(tokens)
         self.send(
@@ -284,6 +318,15 @@ class RankProcess:
             self._profile = None
         if request.steps:
             self._profile = RankProfile(self._runner, request, self._run_dir / f"profile-{request.number}.json")
+
+
+def _take_gpu(rank: int, visible: int) -> None:
+    """Raise ConfigError unless there is a GPU for every rank up to this one."""
+    if rank >= visible:
+        raise ConfigError(
+            f"rank {rank} takes the GPU of its number, and {visible} are visible: make {rank + 1} visible "
+            "(CUDA_VISIBLE_DEVICES), or lower ranks"
+        )
 
 
 def _find_leader(run_dir: Path) -> LeaderAddress:

@@ -19,19 +19,22 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
-from engine.allocator_fault import is_out_of_memory
 from engine.batch import RunningSequences
 from engine.cache import KVCache
+from engine.cache_check import corrupt_starts
 from engine.config import EngineConfig
 from engine.decode_graphs import DecodeGraphs, LaunchedStep
 from engine.eager_steps import NOT_FINITE, EagerSteps, Outcome
+from engine.expert_cut import shares_experts
 from engine.grammar import Grammars
 from engine.graph_sizes import graph_sizes
 from engine.model.attention import runs_decode_kernels
 from engine.model.config import ConfigError
+from engine.model.group import Alone, Group
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
@@ -39,10 +42,9 @@ from engine.model.placement import move_to
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weights import load_weights
-from engine.plan import CACHE_CORRUPT, GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
+from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
-from kv_transfer.checksum import units_checksum
-from router.protocol import SamplingParams, TokenLogprobs
+from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +78,25 @@ class ModelRunner:
     samples: a seam for tests.   times: measure steps that are graphs, see Ticket; set it before `load`.
     """
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int, num_slots: int, rank: int = 0) -> None:
-        """Allocate the cache. Raises ConfigError for a model that can't be served, ValueError for a bad block size."""
-        self.config, self._rank = config, rank
-        self._shard = Shard.parse(config.simulate_rank)
+    def __init__(
+        self, config: EngineConfig, *, num_blocks: int, num_slots: int, rank: int = 0, group: Group | None = None
+    ) -> None:
+        """Allocate the cache. Raises ConfigError for a model that can't be served, ValueError for a bad block size.
+
+        group: the ranks that this one computes with, each a part of the model; None: it computes the whole model, or
+        the part that it is told to play.
+        """
+        self.config, self._rank, self.group = config, rank, group or Alone()
         self._whole_config = served_model(config).config
+        by_expert = shares_experts(config, self._whole_config)
+        self._shard = Shard.parse(config.simulate_rank, by_expert=by_expert)
+        if self.group.count > 1:
+            self._shard = Shard(self.group.index, self.group.count, by_expert)
         self.model_config = self._shard.of(self._whole_config)
         self.model_fingerprint = served_fingerprint(config)
-        self.device = torch.device(config.device)
+        # One of a group has the GPU of its number among those it sees, as all of them do.
+        is_one_of_many = config.device == "cuda" and self.group.count > 1
+        self.device = torch.device(config.device, self.group.index) if is_one_of_many else torch.device(config.device)
         layout = build_layout(
             self.model_config,
             block_tokens=config.block_size,
@@ -106,7 +119,8 @@ class ModelRunner:
         )
         self.on_logits: Callable[[int, int, Tensor], None] | None = None
         self._corrupt: dict[int, str] = {}  # sequences whose cache is not what was sent
-        self._eager = EagerSteps(self.cache, self.sequences, vocab_size=self._shard.head_rows(self._whole_config))
+        num_scored = self._shard.head_rows(self._whole_config) * self.group.count
+        self._eager = EagerSteps(self.cache, self.sequences, vocab_size=num_scored)
         self._model: DeepSeekV4 | None = None
         self._graphs: DecodeGraphs | None = None
         self._ended: torch.cuda.Event | None = None  # of the last step that was collected
@@ -118,6 +132,12 @@ class ModelRunner:
         if self._model is None:
             raise RuntimeError("the model is not loaded: call load() before run()")
         return self._model
+
+    def exchange_info(self, exchange: ExchangeInfo | None) -> ExchangeInfo | None:
+        """Return how this rank exchanges, with how it and the others have cut the experts."""
+        if exchange is None:
+            return None
+        return msgspec.structs.replace(exchange, experts="expert" if self._shard.by_expert else "inner")
 
     @property
     def graph_nodes(self) -> dict[int, int]:
@@ -140,14 +160,15 @@ class ModelRunner:
         else:
             loaded = load_weights(
                 self.config.model,
-                self.model_config,
+                self._whole_config,
                 dtype=dtype,
                 device=self.device,
                 keeps_packed=keeps,
+                shard=self._shard,
                 progress=progress,
             )
             tensors = dict(loaded.tensors)
-        model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard)
+        model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard, group=self.group)
         self._model = move_to(self.device, model)
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
             self._grammars.warm()
@@ -233,8 +254,7 @@ class ModelRunner:
                 self._graphs.leave(seq)
         for start in plan.starts:
             self.sequences.start(start)
-            if start.checksums and (problem := self._compare(start)):
-                self._corrupt[start.seq] = problem
+        self._corrupt |= corrupt_starts(plan.starts, self.cache, rank=self._rank, group=self.group)
         steps, failed = self._sort_out(plan)
         problems = dict(failed)
         self.sequences.note([s for s in plan.steps if s.seq in problems], {}, problems)
@@ -320,22 +340,3 @@ class ModelRunner:
         if not steps:
             return Ticket(outcome)
         return Ticket(outcome, steps, graphs.launch(steps, [s for s in sequences if s.seq not in refused]))
-
-    def _compare(self, start: SequenceStart) -> str:
-        """Return what of a cache that came from elsewhere is not what was sent, "" if all is."""
-        for group in self.cache.layout.groups:
-            units = start.block_ids if group.unit == "block" else [start.slot]
-            sent = start.checksums[self._rank].get(group.name)
-            if sent is None:
-                return f"{CACHE_CORRUPT}{group.name} came without a checksum"
-            try:
-                landed = units_checksum(self.cache.pools[group.name], units)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                return f"no memory to compare the cache that arrived ({group.name})"
-            if sent != landed:
-                problem = f"{CACHE_CORRUPT}{group.name}: checksum {landed:016x}, sent {sent:016x}"
-                log.error("sequence %d, %ss %s: %s", start.seq, group.unit, units, problem)
-                return problem
-        return ""

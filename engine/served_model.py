@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.config import EngineConfig
+from engine.expert_cut import shares_experts
 from engine.model.config import DeepSeekV4Config, load_config, model_fingerprint
 from engine.model.published import is_published, published_config
 from engine.model.shard import Shard
@@ -41,14 +42,12 @@ def served_model(config: EngineConfig, *, needs_folder: bool = True) -> ServedMo
     return ServedModel(model.first_layers(config.num_layers), stands_in)
 
 
-def shard_of(config: EngineConfig, rank: int = 0) -> Shard:
-    """Return the part of the model that a rank holds: its own, or the one that it is told to play.
-
-    On the CPU every rank computes the whole model: there is no exchange between them.
-    """
+def shard_of(config: EngineConfig, model: DeepSeekV4Config, rank: int = 0) -> Shard:
+    """Return the part of the whole `model` that a rank holds: its own, or the one that it is told to play."""
+    by_expert = shares_experts(config, model)
     if config.simulate_rank:
-        return Shard.parse(config.simulate_rank)
-    return Shard(rank, config.ranks) if config.device == "cuda" else Shard()
+        return Shard.parse(config.simulate_rank, by_expert=by_expert)
+    return Shard(rank, config.ranks, by_expert)
 
 
 def served_fingerprint(config: EngineConfig) -> str:

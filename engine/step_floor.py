@@ -18,8 +18,8 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.model.config import CSA_RATIO, HCA_RATIO, DeepSeekV4Config
-from engine.model.shard import Shard
 from engine.model.weight_bytes import count_weights
+from engine.served_model import shard_of
 from engine.step_work import StepWork, chunk_work, decode_work
 from kv_transfer.layout import KVLayout
 
@@ -196,7 +196,7 @@ def formats_of(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout, 
     keeps_packed: whether decode kernels run there; elsewhere matrices are in the compute dtype.
     Compressors, gate and head count as the checkpoint has them, bf16, in whatever form they are kept.
     """
-    shard = Shard.parse(config.simulate_rank)
+    shard = shard_of(config, model)
     counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=keeps_packed)
     rows = {region.name: region.value_bytes + region.scale_bytes for g in layout.groups for region in g.regions}
     return Formats(

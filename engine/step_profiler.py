@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.kernel_bill import KernelBill, Trace, make_bill, read_trace
 from engine.model.moe import keeps_packed
-from engine.model.shard import Shard
 from engine.plan import Profile, Profiled, StepPlan
-from engine.served_model import served_model
+from engine.served_model import served_model, shard_of
 from engine.step_floor import Part, StepFloor, formats_of
 from kernels.gpu_timer import Device, describe
 
@@ -107,7 +106,7 @@ class RankProfile:
 def floor_of(runner: ModelRunner) -> StepFloor:
     """Return the floor of a loaded runner's decode steps."""
     config, model = runner.config, served_model(runner.config).config
-    shard = Shard.parse(config.simulate_rank)
+    shard = shard_of(config, model)
     formats = formats_of(config, model, runner.cache.layout, keeps_packed=keeps_packed(runner.device))
     return StepFloor(model, formats, shards=shard.count)
 

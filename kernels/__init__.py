@@ -20,6 +20,8 @@
     expert_parts      what experts give each token, added up in a launch, or by who reads it
     moe_gate          gate and routing of a decode step, in one launch
     moe_routing, moe_decode  routing by given scores: lists of rows by expert; products of packed weights over them
+    moe_held          routing of a rank that holds some of the experts
+    one_shot          sums over ranks through each other's memory
     sampling          penalties, truncation, noise keyed by (seed, position)
     sampling_decode   the same for a decode step, log probabilities included, in three launches
     step              what a captured decode step reads of each sequence, and how it moves on, in a launch each

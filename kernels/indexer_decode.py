@@ -74,6 +74,10 @@ class IndexQuery:
         values = torch.empty(q.shape, dtype=dtype, device=q.device)
         return cls(fmt, values, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
 
+    def part(self, tokens: slice) -> IndexQuery:
+        """Return those of some tokens."""
+        return IndexQuery(self.format, self.values[tokens], self.weight[tokens])
+
     @property
     def words(self) -> Tensor:
         """values as kernels write them: pairs of codes as int16, or as they are."""

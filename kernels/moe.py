@@ -85,13 +85,15 @@ def experts_reference(
     ids: Tensor,
     weights: Tensor,
     limit: float,
+    first_expert: int = 0,
 ) -> Tensor:
     """See experts."""
-    top_k = ids.shape[1]
-    flat = ids.flatten()
+    top_k, num_experts = ids.shape[1], _sizes(w13)[0]
+    flat = ids.flatten() - first_expert
+    flat = flat.masked_fill((flat < 0) | (flat >= num_experts), num_experts)  # of other ranks: sorted last, not read
     order = flat.argsort(stable=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    counts = torch.bincount(flat, minlength=_sizes(w13)[0]).tolist()
+    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts].tolist()
     hit = [expert for expert, count in enumerate(counts) if count]
     first = 0
     for expert, each13, each2 in zip(hit, _matrices(w13, hit, x.dtype), _matrices(w2, hit, x.dtype), strict=True):
@@ -111,18 +113,19 @@ def experts(
     weights: Tensor,
     *,
     limit: float,
+    first_expert: int = 0,
 ) -> Tensor:
     """Return [T, H] float32: the weighted sum of the experts of each row.
 
     x [T, H] in the weights' dtype.   w13 [E, 2I, H], w2 [E, H, I], each of them packed or not.   ids [T, k] int64;
-    weights [T, k] float32.
+    weights [T, k] float32.   first_expert: the number of the first matrix; experts that have none here add nothing.
     """
     num_experts, double, hidden = _sizes(w13)
     if _sizes(w2) != (num_experts, hidden, double // 2) or x.shape[1] != hidden:
         raise ValueError(f"rows of {x.shape[1]} channels, w13 {_sizes(w13)}, w2 {_sizes(w2)}")
     if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)} for {x.shape[0]} rows")
-    return experts_reference(x, w13, w2, ids, weights, limit)
+    return experts_reference(x, w13, w2, ids, weights, limit, first_expert)
 
 
 def _sizes(w: Tensor | ExpertWeights) -> tuple[int, ...]:

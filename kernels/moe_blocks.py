@@ -52,7 +52,7 @@ def last_product(
     Rows beyond routing's last are not written.
     """
     if out is None:
-        out = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=between.device)
+        out = routing.new_parts(w2.rows)
     channels = out.shape[1]
     tile = tile or tile_for(DOWN, arch_of(between.device))
     cut = fit(tile, w2, math.gcd(channels, w2.rows))
@@ -72,7 +72,7 @@ def sums(
     (tokens, top_k), hidden = routing.ids.shape, w2.rows
     out = torch.empty((tokens, hidden), dtype=out_dtype, device=between.device)
     channels = channels_at_once(routing.rows, hidden, parts_bytes)
-    parts = torch.empty((routing.rows, channels), dtype=torch.float32, device=between.device)
+    parts = routing.new_parts(channels)
     for first in range(0, hidden, channels):
         last_product(routing, between, w2, unlift=unlift, tile=tile, first=first, out=parts)
         sum_blocks_kernel[(tokens, -(-channels // _SUMMED))](

@@ -45,9 +45,11 @@ def expert_parts_reference(
     """See expert_parts."""
     x = (from_products if routing.is_sorted else from_pieces)(routing.x).float()
     parts = torch.zeros(routing.rows, w2.rows, device=x.device)
-    for expert in sorted(set(routing.ids[routing.ids >= 0].tolist())):
+    last_expert = routing.first_expert + w13.experts
+    is_here = (routing.ids >= routing.first_expert) & (routing.ids < last_expert)
+    for expert in sorted(set(routing.ids[is_here].tolist())):
         token, k = (routing.ids == expert).nonzero(as_tuple=True)
-        one = torch.tensor([expert], device=x.device)
+        one = torch.tensor([expert - routing.first_expert], device=x.device)
         first, last = dequantize_experts(w13.select(one))[0], dequantize_experts(w2.select(one))[0]
         gate, up = (x[token] @ first.T).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
@@ -134,7 +136,7 @@ def _check(routing: Routing, w13: ExpertWeights, w2: ExpertWeights, limit: float
         )
     if routing.x.shape[1] != hidden or not 0 < limit < math.inf:
         raise ValueError(f"rows of {routing.x.shape[1]} channels for experts of {hidden}, limit {limit}")
-    if routing.first.shape[0] != w13.experts:
+    if routing.first.shape[0] != w13.experts and not routing.is_partial:
         raise ValueError(f"routing among {routing.first.shape[0]} experts, weights of {w13.experts}")
 
 
@@ -173,7 +175,7 @@ def first_products(
 
 def last_product(routing: Routing, between: Tensor, w2: ExpertWeights, *, unlift: float, tile: Tile) -> Tensor:
     """Return unlift h W2^T [N, H] float32, rows in routing's order; those beyond its last row are not written."""
-    parts = torch.empty((routing.rows, w2.rows), dtype=torch.float32, device=routing.x.device)
+    parts = routing.new_parts(w2.rows)
     given = (parts, between, w2.codes, w2.scales, w2.factors, routing.active, unlift)
     cut = fit(tile, w2)
     if routing.x_many is None:

@@ -58,6 +58,7 @@ class Routing:
     x, x_many [T, H] f16, in the order of expert_weights.to_pieces, and of to_products; None for MANY tokens or less.
     Of more than SORTED tokens: token, weight [N], of all rows; active [4 + 4 (min(E, N) + N / BLOCK_ROWS)]; x and
     x_many are the same, in the order of to_products.
+    is_partial: active lists, and token and weight have, experts from `first_expert` on only (moe_held.py).
     """
 
     ids: Tensor
@@ -69,11 +70,18 @@ class Routing:
     active: Tensor
     x: Tensor
     x_many: Tensor | None
+    first_expert: int = 0
+    is_partial: bool = False
 
     @property
     def rows(self) -> int:
         """N."""
         return int(self.token.shape[-1])
+
+    def new_parts(self, channels: int) -> Tensor:
+        """Return memory for the last product's rows [N, channels] float32, 0 where rows of others will be missing."""
+        make = torch.zeros if self.is_partial else torch.empty
+        return make((self.rows, channels), dtype=torch.float32, device=self.x.device)
 
     @property
     def is_sorted(self) -> bool:
@@ -83,7 +91,8 @@ class Routing:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All of it."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("first_expert", "is_partial")]
+        return tuple(getattr(self, name) for name in names)
 
 
 def route_tokens_reference(

@@ -27,6 +27,9 @@ from kernels.tiles import Variant
 
 _TENSOR = re.compile(r"(?:H|Q|O|I|D|HG|QG|IG|UTC\w*)MMA\b")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+# On global memory, those whose result nobody reads included; ATOMS is on shared memory, REDUX on registers.
+_ATOMIC = re.compile(r"(?:ATOM|ATOMG|RED|REDG|LDGMC|REDGMC|STGMC)\b")
+_FLAGS = (r"LDG?\b.*\.STRONG\.SYS", r"STG?\b.*\.STRONG\.SYS")
 _LEFT_IN_REGISTERS = re.compile(r"wgmma\.mma_async[^{;]*\{[^}]*\},\s*\{")
 _LEFT_RUNNING = re.compile(r"wgmma\.wait_group\S*\s+[1-9]")
 _LABEL, _JUMP = re.compile(r"\s*(\$\w+):"), re.compile(r"\bbra\S*\s+(\$\w+)")
@@ -64,6 +67,7 @@ class Report:
     of that loop if there is one, else of the kernel; None where the variant doesn't say its bytes.
     per_weight: lane instructions per packed weight, of the innermost loop that does the most around each product.
     running: warp group products with their left operand in registers, in a loop that leaves products to run on.
+    atomics: on device memory, and multicasts.   flags: loads and stores of system scope, at least one of each.
     resident: blocks a multiprocessor holds at a time.   faults: why it may not ship; empty if it may.
     """
 
@@ -84,6 +88,8 @@ class Report:
     per_byte: float | None = None
     per_weight: float | None = None
     running: int = 0
+    atomics: int = 0
+    flags: int = 0
     resident: int = 0
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
@@ -196,6 +202,8 @@ def _report(variant: Variant, arch: str, log: str, sass: str, shared: int, secon
         loop=len(loop),
         per_byte=round(lanes / variant.bytes_per_program, 2) if variant.bytes_per_program else None,
         per_weight=_per_weight(code) if variant.has_packed_weights else None,
+        atomics=sum(n for opcode, n in opcodes.items() if _ATOMIC.match(opcode)),
+        flags=min(sum(n for opcode, n in opcodes.items() if re.match(kind, opcode)) for kind in _FLAGS),
         seconds=round(seconds, 2),
     )
     return dataclasses.replace(report, resident=_resident(report, variant.num_warps))
@@ -281,6 +289,10 @@ def _faults(report: Report, variant: Variant) -> list[str]:
             f"{report.running} products with their left operand in registers, in a loop that does not wait for them: "
             "use each one's sums in the iteration that makes them, or load the operand to shared memory"
         )
+    if variant.has_peers and report.atomics:
+        faults.append(f"{report.atomics} atomics: PCIe carries none to a peer; use flags of st.release and ld.acquire")
+    if variant.has_peers and not report.flags:
+        faults.append("no load or no store of system scope: peers would not see what it writes, or it not what they do")
     if report.per_weight is not None and report.per_weight > limits.per_weight:
         faults.append(
             f"{report.per_weight} instructions a weight: at most {limits.per_weight}, or issue limits the loop"

@@ -107,6 +107,20 @@ class DecodeBatch:
     def device(self) -> torch.device:
         return self.positions.device
 
+    def part(self, tokens: slice) -> DecodeBatch:
+        """Return some tokens of the only sequence, as if a step had them alone. Raises ValueError if there are more."""
+        first, last = _bounds(tokens, self.num_tokens, self.slots.shape[0])
+        return dataclasses.replace(
+            self,
+            positions=self.positions[first:last].contiguous(),
+            sequence=self.sequence[first:last].contiguous(),
+            starts=self.starts + first,
+            query_start=self.query_start.clamp(first, last) - first,
+            num_tokens=last - first,
+            max_query_len=last - first,
+            longest=None if self.longest is None else self.longest - self.num_tokens + last,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class RaggedBatch:
@@ -172,6 +186,19 @@ class RaggedBatch:
     @property
     def device(self) -> torch.device:
         return self.positions.device
+
+    def part(self, tokens: slice) -> RaggedBatch:
+        """Return some tokens of the only sequence, as if a step had them alone. Raises ValueError if there are more."""
+        first, last = _bounds(tokens, self.num_tokens, len(self.spans))
+        return RaggedBatch(
+            spans=((self.spans[0][0] + first, last - first),),
+            query_start=self.query_start.clamp(first, last) - first,
+            seq_lens=self.seq_lens - self.num_tokens + last,
+            slots=self.slots,
+            block_table=self.block_table,
+            positions=self.positions[first:last],
+            sequence=self.sequence[first:last],
+        )
 
     @cached_property
     def starts(self) -> Tensor:
@@ -318,3 +345,12 @@ class RaggedBatch:
         if key not in self._memo:
             self._memo[key] = build()
         return cast(T, self._memo[key])
+
+
+def _bounds(tokens: slice, num_tokens: int, num_sequences: int) -> tuple[int, int]:
+    first, last, step = tokens.indices(num_tokens)
+    if num_sequences != 1 or step != 1 or first >= last:
+        raise ValueError(
+            f"tokens {tokens.start}:{tokens.stop} of {num_tokens} in {num_sequences} sequences: wanted some of one"
+        )
+    return first, last

@@ -39,6 +39,7 @@ class Variant:
     ones: integer arguments that are always 1, which the JIT turns into constants.
     maxnreg: register limit per thread, if the launch sets one.   has_packed_weights: as
     left operand, unpacked and scaled in registers: instructions per weight are reported and bounded.
+    has_peers: it writes memory of other GPUs: no atomics, and flags of system scope.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Variant:
     ones: Sequence[str] = ()
     maxnreg: int | None = None
     has_packed_weights: bool = False
+    has_peers: bool = False
 
 
 def _attention(
@@ -381,6 +383,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "sm_120": (_write(4, 8, tokens=16), _write(16, 16)),
         "sm_90": (_write(4, 8, tokens=16), _write(16, 16)),
     },
+    # Warps for one_shot.BLOCK values, 16 bytes a lane.
+    "one_shot": {"sm_120": (Tile({}, num_warps=4),), "sm_90": (Tile({}, num_warps=4),)},
     # With several tokens a sequence.
     "cache_write_several": {
         "sm_120": (_write(16, 32, at_once=4, registers=128),),

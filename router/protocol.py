@@ -285,11 +285,41 @@ class NumaBinding(Message, frozen=True, kw_only=True, omit_defaults=False):
     warnings: list[str] = []
 
 
+class ExchangeTiming(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """What one exchange of `num_bytes` took when it was measured at start. way: how it went."""
+
+    way: str
+    num_bytes: int
+    us: float
+
+
+class ExchangeInfo(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """How a rank exchanges with the others of its group.
+
+    backend: gloo or nccl.   experts: cut by their "inner" dimension, or shared out by "expert".   one_shot_bytes: sums
+    up to so many bytes go straight through peers' memory; 0: none do.   one_shot: why none do, or "".   small, large:
+    settings of NCCL for sums below and from `large_bytes` on; "" for gloo.   timings: what decided that; of the slowest
+    rank.
+    """
+
+    backend: str
+    experts: str = ""
+    one_shot_bytes: int = 0
+    one_shot: str = ""
+    small: str = ""
+    large: str = ""
+    large_bytes: int = 0
+    timings: list[ExchangeTiming] = []
+
+
 class RankInfo(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """exchange: None for a rank alone."""
+
     rank: int
     pid: int
     device: str
     numa: NumaBinding
+    exchange: ExchangeInfo | None = None
 
 
 class Limits(Message, frozen=True, kw_only=True, omit_defaults=False):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.model.compressor import Compressor, Indexer
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.group import Group
 from engine.model.layers import GroupedLinear, Linear, Linears, Matrix, RMSNorm, Rotations, Weights, read_once
 from kernels.cache_write import write_window
 from kernels.cache_write_decode import cache_write, commit_window, staging_rows
@@ -60,8 +61,11 @@ class Attention:
         config: DeepSeekV4Config,
         *,
         use_hadamard: bool,
+        group: Group,
     ) -> None:
+        """config: of the part of the model that this rank computes; group: those with the other heads."""
         prefix = f"layers.{layer}.attn"
+        self.group = group
         self.layer, self.ratio, self.eps = layer, config.compress_ratios[layer], config.rms_norm_eps
         self.index = config.layers_of(self.ratio).index(layer)
         self.heads, self.dim = config.num_attention_heads, config.head_dim
@@ -78,7 +82,7 @@ class Attention:
         self.indexer = None
         pooled = [] if self.compressor is None else [self.compressor.take_matrix()]
         if self.ratio == CSA_RATIO:
-            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard)
+            self.indexer = Indexer(weights, f"{prefix}.indexer", config, use_hadamard=use_hadamard, group=group)
             query, heads = self.indexer.take_matrices()
             queries.append(query)
             pooled += [self.indexer.compressor.take_matrix(), heads]
@@ -99,7 +103,7 @@ class Attention:
             assert batch is not None
             out = self._attend(x, batch, rotations, cache).to(x.dtype)
         out = self.out_down(out.view(x.shape[0], self.groups, -1), decodes=decodes)
-        return self.out_up(out.flatten(1), decodes=decodes)
+        return self.group.all_reduce(self.out_up(out.flatten(1), decodes=decodes))
 
     def _attend(self, x: Tensor, batch: RaggedBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
         """Return the heads' outputs [T, H, D], turned back, with torch's operations."""

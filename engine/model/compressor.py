@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.group import Alone, Group
+from engine.model.index_split import gather_rows, own_tokens, pays
 from engine.model.layers import Matrix, RMSNorm, Weights, narrow
 from kernels.cache_write import write_entries
 from kernels.cache_write_decode import Pooling
@@ -70,7 +72,17 @@ class Indexer:
     Its matrices are handed over like a compressor's.
     """
 
-    def __init__(self, weights: Weights, prefix: str, config: DeepSeekV4Config, *, use_hadamard: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        config: DeepSeekV4Config,
+        *,
+        use_hadamard: bool,
+        group: Group | None = None,
+    ) -> None:
+        """group: ranks that share the scores of long prompts, see index_split.py."""
+        self.group = group or Alone()
         queries, heads = (Matrix.take(weights, f"{prefix}.{name}") for name in ("wq_b", "weights_proj"))
         self._matrices: tuple[Matrix, ...] = queries, heads._replace(weight=narrow(heads.weight))
         self.compressor = Compressor(weights, f"{prefix}.compressor", config, CSA_RATIO)
@@ -112,6 +124,19 @@ class Indexer:
         self, query: Callable[[], Tensor], weight: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
     ) -> tuple[Tensor, Tensor]:
         """Return selected [T, K] int64 and is_finite [T]; the keys of this step have been stored."""
+        if self._is_shared(batch.num_tokens, len(batch.spans), batch.max_visible(CSA_RATIO)):
+            own = own_tokens(batch.num_tokens, self.group)
+            selected, is_finite = self._select(
+                lambda: query()[own], weight[own], batch.part(own), rotation[own], keys=keys
+            )
+            selected = torch.nn.functional.pad(selected, (0, self.top_k - selected.shape[1]), value=-1)
+            rows = gather_rows(torch.cat([selected, is_finite[:, None]], 1), batch.num_tokens, self.group)
+            return rows[:, :-1], rows[:, -1].bool()
+        return self._select(query, weight, batch, rotation, keys=keys)
+
+    def _select(
+        self, query: Callable[[], Tensor], weight: Tensor, batch: RaggedBatch, rotation: Tensor, *, keys: Rows
+    ) -> tuple[Tensor, Tensor]:
         if batch.max_visible(CSA_RATIO) <= self.top_k:  # every visible entry is taken: nothing is scored
             unread = weight.new_empty((*weight.shape, self.dim))
             return index_entries(unread, weight, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
@@ -131,7 +156,16 @@ class Indexer:
 
         A token that scored a key never written selects an entry that it can't see, of which attention makes NaN.
         """
+        entries = 0 if batch.longest is None else batch.longest // CSA_RATIO
+        if self._is_shared(batch.num_tokens, batch.slots.shape[0], entries):
+            own = own_tokens(batch.num_tokens, self.group)
+            selected = index_select(ready.part(own), batch.part(own), keys, ratio=CSA_RATIO, top_k=self.top_k)
+            return gather_rows(selected, batch.num_tokens, self.group).contiguous()
         return index_select(ready, batch, keys, ratio=CSA_RATIO, top_k=self.top_k)
+
+    def _is_shared(self, num_tokens: int, num_sequences: int, entries: int) -> bool:
+        """Return whether ranks select for some of the tokens each: of one sequence, which a long prompt's chunk is."""
+        return num_sequences == 1 and pays(num_tokens, entries, top_k=self.top_k, ranks=self.group.count)
 
     def _rotates(self, keys: Rows) -> bool:
         return self.use_hadamard and keys.format in QUANTISED_INDEX

@@ -5,6 +5,7 @@ order can't hold is dequantised, and `dequantized` says why. Elsewhere all are. 
 of one checkpoint, even of one layer; within a matrix, MXFP4 becomes NVFP4 where it stands beside it.
 
 Of the experts' inner dimension, a rank of a tensor-parallel group takes a slice: rows of w1 and w3, columns of w2.
+Where ranks share experts out, it takes a range of whole ones.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def split_name(name: str) -> tuple[str, int, str] | None:
 
 def size_problem(stack: str, config: DeepSeekV4Config, inner: InnerSlice) -> str:
     """Return why matrices of these sizes can't be packed, "" if they can."""
-    rows, channels = _shape(stack, config, inner)[1:]
+    rows, channels = _shape(stack, config, inner)
     if rows % TILE_ROWS == 0 and channels % STEP == 0:
         return ""
     return f"{rows} rows of {channels} channels are no multiples of {TILE_ROWS} and {STEP}, which the kernels read"
@@ -137,7 +138,10 @@ class ExpertStacks:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        held: range | None = None,
     ) -> None:
+        """held: experts that are kept, by number; None: all. Expert held[i] is number i of a stack."""
+        self._held = range(config.n_routed_experts) if held is None else held
         self.tensors: dict[str, Tensor] = {}
         self.dequantized = {stack: packing.reason for stack, packing in packings.items() if packing.format is None}
         self._formats = {stack: packing.format for stack, packing in packings.items() if packing.format is not None}
@@ -158,6 +162,7 @@ class ExpertStacks:
         place = split_name(name)
         assert place is not None, name
         stack, expert, matrix = place
+        expert = self._held.index(expert)
         if isinstance(found, FourBitMatrix) and stack in self._formats:
             self._put_packed(name, stack, expert, matrix, found.to(self._device))
         else:
@@ -184,7 +189,7 @@ class ExpertStacks:
 
     def _stack(self, key: str, one: Tensor) -> Tensor:
         if key not in self.tensors:
-            shape = (self._config.n_routed_experts, *one.shape)
+            shape = (len(self._held), *one.shape)
             self.tensors[key] = torch.empty(shape, dtype=one.dtype, device=self._device)
         return self.tensors[key]
 
@@ -209,14 +214,15 @@ class ExpertStacks:
 
     def _whole(self, stack: str) -> Tensor:
         if stack not in self.tensors:
-            shape = _shape(stack, self._config, self._inner)
+            shape = (len(self._held), *_shape(stack, self._config, self._inner))
             self.tensors[stack] = torch.empty(shape, dtype=self._dtype, device=self._device)
         return self.tensors[stack]
 
 
-def _shape(stack: str, config: DeepSeekV4Config, inner: InnerSlice) -> tuple[int, int, int]:
-    experts, hidden = config.n_routed_experts, config.hidden_size
-    return (experts, hidden, inner.width) if stack.endswith("w2") else (experts, 2 * inner.width, hidden)
+def _shape(stack: str, config: DeepSeekV4Config, inner: InnerSlice) -> tuple[int, int]:
+    """Return rows and channels of one expert's matrix."""
+    hidden = config.hidden_size
+    return (hidden, inner.width) if stack.endswith("w2") else (2 * inner.width, hidden)
 
 
 def _pack(parts: list[FourBitMatrix], format: Format, name: str) -> ExpertWeights:

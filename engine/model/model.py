@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.model.attention import Attention, CacheViews, decode_batch
 from engine.model.config import DeepSeekV4Config
+from engine.model.group import Alone, Group
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
 from kernels.expert_parts import ExpertParts
@@ -38,12 +39,13 @@ class Layer:
         config: DeepSeekV4Config,
         *,
         use_hadamard: bool,
+        group: Group,
     ) -> None:
         prefix = f"layers.{layer}"
         self.attention_mix = hyper_connection(weights, f"{prefix}.hc_attn", f"{prefix}.attn_norm", config)
-        self.attention = Attention(weights, layer, config, use_hadamard=use_hadamard)
+        self.attention = Attention(weights, layer, config, use_hadamard=use_hadamard, group=group)
         self.experts_mix = hyper_connection(weights, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm", config)
-        self.experts = MixtureOfExperts(weights, layer, config)
+        self.experts = MixtureOfExperts(weights, layer, config, group=group)
 
     def __call__(
         self,
@@ -63,14 +65,19 @@ class Layer:
 class DeepSeekV4:
     """The main model without draft blocks, in one compute dtype (that of the embedding).
 
-    weights: as load_weights returns them; emptied. index_hadamard: rotate index queries and keys before rounding, where
-    they are rounded at all.
+    config: of the part that this rank computes.   weights: as load_weights returns them; emptied.   index_hadamard:
+    rotate index queries and keys before rounding, where they are rounded at all.   group: ranks with the other parts.
     """
 
-    def __init__(self, config: DeepSeekV4Config, weights: Weights, *, index_hadamard: bool) -> None:
-        self.config = config
+    def __init__(
+        self, config: DeepSeekV4Config, weights: Weights, *, index_hadamard: bool, group: Group | None = None
+    ) -> None:
+        self.config, self.group = config, group or Alone()
         self.embedding = weights.pop("embed.weight")
-        self.layers = [Layer(weights, i, config, use_hadamard=index_hadamard) for i in range(config.num_hidden_layers)]
+        self.layers = [
+            Layer(weights, i, config, use_hadamard=index_hadamard, group=self.group)
+            for i in range(config.num_hidden_layers)
+        ]
         self.head_mix = hyper_connection(weights, "hc_head", "norm", config)
         self.head = narrow(weights.pop("head.weight"))
         self.rotary = Rotary(config, self.embedding.device)
@@ -102,11 +109,19 @@ class DeepSeekV4:
         return spread_and_mix(y, mixed, self.head_mix, sequence=batch.sequence).x
 
     def logits(self, streams: Tensor) -> Tensor:
-        """Return [N, vocab_size] float32 for the streams [N, n, H] of the tokens that need them."""
+        """Return [N, num_scored] float32 for the streams [N, n, H] of the tokens that need them."""
         return self.head_logits(mix(streams, self.head_mix).x)
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens of the vocabulary that logits score: all of them, of every rank's rows of the head."""
+        return int(self.head.shape[0]) * self.group.count
+
     def head_logits(self, x: Tensor) -> Tensor:
-        """Return [N, vocab_size] float32 of the head's normed input [N, H]."""
+        """Return [N, num_scored] float32 of the head's normed input [N, H]."""
+        return self.group.all_gather(self._own_logits(x))
+
+    def _own_logits(self, x: Tensor) -> Tensor:
         if uses_triton(x) and x.shape[0] <= HEAD_ROWS:
             return linear_decode(x, self.head, out_dtype=torch.float32)
         # A part of the vocabulary at a time: as float32 the head would take gigabytes.

@@ -48,13 +48,14 @@ def synthetic_weights(
     draw = torch.Generator(device).manual_seed(seed)
     local = shard.of(config)
     tensors: dict[str, Tensor] = {}
-    for name, spec in tensor_specs(local, head_rows=shard.head_rows(config)).items():
+    held = shard.experts(config)
+    for name, spec in tensor_specs(config, shard).items():
         place = split_name(name)
         if place is None:
             drawn = _tensor(name, spec, local, draw, dtype=dtype, packs=keeps_packed)
             tensors |= {key: tensor.cpu() for key, tensor in drawn.items()}
-        elif place[1] == 0 and not name.endswith("w3.weight"):  # once for w1 with w3, once for w2
-            tensors |= _experts(place[0], local, draw, dtype=dtype, packs=keeps_packed)
+        elif place[1] == held[0] and not name.endswith("w3.weight"):  # once for w1 with w3, once for w2
+            tensors |= _experts(place[0], len(held), local, draw, dtype=dtype, packs=keeps_packed)
             if place[0].endswith("w2"):
                 say(f"weights: layer {name.split('.')[1]} of {config.num_hidden_layers} drawn at random")
     return tensors
@@ -85,15 +86,10 @@ def _tensor(
 
 
 def _experts(
-    stack: str, config: DeepSeekV4Config, draw: torch.Generator, *, dtype: torch.dtype, packs: bool
+    stack: str, experts: int, config: DeepSeekV4Config, draw: torch.Generator, *, dtype: torch.dtype, packs: bool
 ) -> dict[str, Tensor]:
     """Return one stack: packed NVFP4, random codes under random scales, or whole matrices."""
-    experts, hidden, inner, device = (
-        config.n_routed_experts,
-        config.hidden_size,
-        config.moe_intermediate_size,
-        draw.device,
-    )
+    hidden, inner, device = config.hidden_size, config.moe_intermediate_size, draw.device
     rows, channels, parts = (hidden, inner, 1) if stack.endswith("w2") else (2 * inner, hidden, 2)
     if not packs or rows % TILE_ROWS or channels % STEP:
         values = torch.randn(experts, rows, channels, generator=draw, device=device) * channels**-0.5

@@ -1,6 +1,6 @@
 """tensor_specs: every tensor of the main model, by official name: what a checkpoint must hold.
 
-Of a part of the model that a rank holds, the same from that part's config. No torch here: the memory plan counts by it.
+Of the part that a rank holds, its shard says which rows and columns. No torch here: the memory plan counts by it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
+from engine.model.shard import Shard, cut_shape
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -19,8 +20,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     kind: Literal["matrix", "float32", "ids"]
 
 
-def tensor_specs(c: DeepSeekV4Config, *, head_rows: int | None = None) -> dict[str, TensorSpec]:
-    """Return every tensor of the main model by official name, scales left out. head_rows: of the head, None: all."""
+def tensor_specs(c: DeepSeekV4Config, shard: Shard | None = None) -> dict[str, TensorSpec]:
+    """Return every tensor of the main model by official name, scales left out. shard: of a rank's part, None: whole.
+
+    c: of the whole model. Names stay those of the checkpoint, experts' numbers too.
+    """
     h, d, hc, inter = c.hidden_size, c.head_dim, c.hc_mult, c.moe_intermediate_size
     heads_per_group = c.num_attention_heads // c.o_groups
     specs: dict[str, TensorSpec] = {}
@@ -46,7 +50,7 @@ def tensor_specs(c: DeepSeekV4Config, *, head_rows: int | None = None) -> dict[s
         add(f"{prefix}.w3.weight", "matrix", inter, h)
 
     add("embed.weight", "matrix", c.vocab_size, h)
-    add("head.weight", "float32", c.vocab_size if head_rows is None else head_rows, h)
+    add("head.weight", "float32", c.vocab_size, h)
     add("norm.weight", "float32", h)
     add_hyper_connection("hc_head", hc, 1)
     for i, ratio in enumerate(c.compress_ratios):
@@ -75,6 +79,10 @@ def tensor_specs(c: DeepSeekV4Config, *, head_rows: int | None = None) -> dict[s
         else:
             add(f"{ffn}.gate.bias", "float32", c.n_routed_experts)
         add_expert(f"{ffn}.shared_experts")
-        for e in range(c.n_routed_experts):
+        for e in range(c.n_routed_experts) if shard is None else shard.experts(c):
             add_expert(f"{ffn}.experts.{e}")
-    return specs
+    if shard is None:
+        return specs
+    return {
+        name: TensorSpec(cut_shape(spec.shape, shard.cut(name, spec.shape)), spec.kind) for name, spec in specs.items()
+    }

@@ -12,7 +12,7 @@ import math
 from typing import Literal, NamedTuple
 
 from engine.model.config import DeepSeekV4Config
-from engine.model.shard import Shard
+from engine.model.shard import Shard, tiles_of
 from engine.model.tensor_specs import tensor_specs
 
 Group = Literal["experts", "attention", "compressors", "hyper-connections", "gate", "embedding", "head", "rest"]
@@ -57,11 +57,12 @@ def count_weights(
     model that can't be cut into so many parts.
     """
     part = shard.of(model)
-    is_packed = keeps_packed and model.stored_experts in _PACKED_GROUP and _fits_tiles(part)
+    is_packed = keeps_packed and model.stored_experts in _PACKED_GROUP and fits_tiles(part)
     is_tiled = model.stored_matrices == "fp8" and tuple(model.weight_block_size) == (_E4M3_TILE, _E4M3_TILE)
     is_e4m3 = keeps_packed and is_tiled
     parts: dict[Group, int] = {}
-    for name, spec in tensor_specs(part, head_rows=shard.head_rows(model)).items():
+    whole = tensor_specs(model)
+    for name, spec in tensor_specs(model, shard).items():
         values = math.prod(spec.shape)
         if spec.kind == "ids":
             size = 8 * values
@@ -71,7 +72,7 @@ def count_weights(
             size = 4 * values
         elif ".experts." in name and is_packed:
             size = values // 2 + values // _PACKED_GROUP[model.stored_experts] + 4  # codes, scales, one float32 factor
-        elif ".experts." not in name and is_e4m3 and not name.endswith(_NEVER_E4M3):
+        elif ".experts." not in name and is_e4m3 and _stays_e4m3(shard, name, whole[name].shape):
             size = values + 4 * math.prod(-(-extent // _E4M3_TILE) for extent in spec.shape)
         else:
             size = _WIDTH[dtype] * values
@@ -80,7 +81,12 @@ def count_weights(
     return WeightBytes(parts, model.stored_experts if is_packed else dtype, "e4m3" if is_e4m3 else dtype)
 
 
-def _fits_tiles(part: DeepSeekV4Config) -> bool:
+def _stays_e4m3(shard: Shard, name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a rank's part of a matrix, of this whole shape, is kept in e4m3."""
+    return not name.endswith(_NEVER_E4M3) and tiles_of(shard.cut(name, shape), shape) is not None
+
+
+def fits_tiles(part: DeepSeekV4Config) -> bool:
     """Return whether the kernels' order can hold this rank's experts; if not, they are dequantised."""
     hidden, inner = part.hidden_size, part.moe_intermediate_size
     is_whole = (2 * inner) % _PACKED_ROWS == hidden % _PACKED_ROWS == 0

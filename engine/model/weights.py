@@ -5,7 +5,8 @@ anything missing, unused, misshapen or not finite is listed by name before a wor
 read past. checkpoint.py knows how tensors are stored.
 
 For decode kernels routed experts may stay in four bits (expert_stacks.py), and other matrices in e4m3. All else is
-dequantised in float32 and then cast to the compute dtype.
+dequantised in float32 and then cast to the compute dtype. A rank of a group keeps its part (shard.py) of what it reads:
+a tensor is checked whole, whoever needs which rows of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from engine.model.checkpoint import Checkpoint, UnusableTensor, WeightsError, refuse
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
+from engine.model.shard import Shard, tiles_of
 from engine.model.tensor_specs import TensorSpec, tensor_specs
 from kernels.expert_weights import Format
 
@@ -47,18 +49,18 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keeps_packed: bool = False,
-    part: tuple[int, int] = (0, 1),
+    shard: Shard | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LoadedWeights:
     """Return the weights of a checkpoint folder. Raises WeightsError listing what is wrong with it.
 
     device: of the routed experts; all else is on the CPU.   keeps_packed: keep experts of four bits packed, as far as
-    possible, and other matrices of e4m3, whose float32 scales are `….scale`.   part: (index, count) of the slice of the
-    routed experts' inner dimension.
+    possible, and other matrices of e4m3, whose float32 scales are `….scale`.   shard: of which part; None: the whole.
     """
-    say = progress or (lambda _: None)
+    say, shard = progress or (lambda _: None), shard or Shard()
     try:
-        inner = InnerSlice.of(config, *part)
+        inner = InnerSlice.of(config, *((0, 1) if shard.by_expert else (shard.index, shard.count)))
+        held = shard.experts(config)
     except ValueError as problem:
         raise WeightsError(f"{folder}: {problem}") from None
     with contextlib.ExitStack() as stack:
@@ -67,18 +69,23 @@ def load_weights(
         checkpoint.check_headers(specs, config)
         packings = checkpoint.packings(specs, config, inner) if keeps_packed else {}
         tensors: dict[str, Tensor] = {}
-        experts = ExpertStacks(config, inner, packings, dtype=dtype, device=torch.device(device))
+        experts = ExpertStacks(config, inner, packings, dtype=dtype, device=torch.device(device), held=held)
         problems: list[str] = []
-        for number, (shard, names) in enumerate(checkpoint.by_shard(specs), 1):
-            say(f"weights: shard {number} of {checkpoint.num_shards}, {shard}")
+        for number, (file, names) in enumerate(checkpoint.by_shard(specs), 1):
+            say(f"weights: shard {number} of {checkpoint.num_shards}, {file}")
             for name in names:
                 try:
-                    place = split_name(name)
+                    place, part = split_name(name), shard.cut(name, specs[name].shape)
+                    if place is not None and place[1] not in held:
+                        continue
+                    tiles = None
                     if place is None and keeps_packed and checkpoint.is_e4m3(name, config):
-                        tensors[name], scale = checkpoint.e4m3(name, specs[name], config)
-                        tensors[scale_name(name)] = scale
+                        tiles = tiles_of(part, specs[name].shape)
+                    if tiles is not None:
+                        codes, scale = checkpoint.e4m3(name, specs[name], config)
+                        tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
                     elif place is None:
-                        tensors[name] = _cast(checkpoint.read(name, specs[name], config), specs[name], dtype)
+                        tensors[name] = _cast(checkpoint.read(name, specs[name], config)[part], specs[name], dtype)
                     elif experts.is_packed(place[0]):
                         experts.put(name, checkpoint.four_bits(name, inner.within(place[2])))
                     else:
@@ -112,7 +119,10 @@ def scale_name(name: str) -> str:
 
 
 def _cast(tensor: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-    return tensor.to({"matrix": dtype, "float32": torch.float32, "ids": torch.int64}[spec.kind])
+    """Return the part of a tensor in the dtype it is used in, contiguous; nothing of the whole is kept with it."""
+    wanted = {"matrix": dtype, "float32": torch.float32, "ids": torch.int64}[spec.kind]
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.to(wanted, copy=is_part).contiguous()
 
 
 def _told(experts: ExpertStacks) -> Iterator[str]:

@@ -22,10 +22,11 @@ from router.protocol import SamplingParams
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
 
-def make_runner(folder, *, num_blocks=24, num_slots=4, **options):
-    """Return a loaded float32 runner; `options` override EngineConfig."""
+def make_runner(folder, *, num_blocks=24, num_slots=4, group=None, **options):
+    """Return a loaded float32 runner; `options` override EngineConfig. group: of the ranks it is one of."""
     chosen = {"role": "prefill", "dtype": "float32", "kv_cache_dtype": "fp32", "block_size": 128, **options}
-    runner = ModelRunner(EngineConfig(model=str(folder), **chosen), num_blocks=num_blocks, num_slots=num_slots)
+    config, rank = EngineConfig(model=str(folder), **chosen), 0 if group is None else group.index
+    runner = ModelRunner(config, num_blocks=num_blocks, num_slots=num_slots, rank=rank, group=group)
     runner.load()
     return runner
 

@@ -268,3 +268,21 @@ def test_sequence_for_which_ranks_drew_different_tokens_has_failed_alone() -> No
     result = merge_results(results)
     assert result.failed == [(2, "rank 1 drew token 61 where rank 0 drew 60")]
     assert result.tokens == drawn[0]
+
+
+@pytest.mark.parametrize(("cause", "told"), [(True, "rank 1: broke"), (False, "rank 0: lost the others")])
+def test_who_lost_the_other_ranks_is_not_the_cause_if_there_is_one(
+    cause: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loop.CAUSE_WITHIN_S", 30.0 if cause else 0.0)
+    end, ears = LeaderEnd(2), Ears()
+    loop: EngineLoop[CountingWorker] = EngineLoop(end, ears)
+    loop.worker = CountingWorker(0, 0)
+    channels = [open_rank_end(end.address, rank)[0] for rank in range(2)]
+    channels[0].send(messages.encode(messages.RankFailed(rank=0, reason="lost the others", follows=True)))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    if cause:
+        channels[1].send(messages.encode(messages.RankFailed(rank=1, reason="broke")))
+    assert ears.next() == ("failed", told)
+    thread.join(10)

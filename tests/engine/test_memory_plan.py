@@ -16,6 +16,7 @@ import kernels.indexer_chunk
 import kernels.indexer_decode
 import kernels.moe_blocks
 import kernels.moe_routing
+import kernels.one_shot
 import kv_transfer.checksum
 from engine import device_memory, memory_parts
 from engine.config import EngineConfig
@@ -75,12 +76,12 @@ def test_eager_steps_need_no_graphs() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_refusal_names_the_nearest_that_fit_and_they_are_the_nearest(role: str) -> None:
-    wanted = {"role": role, "gpu_memory_gib": 46.2, "max_model_len": 1048576, "max_num_seqs": 200}
+    wanted = {"role": role, "gpu_memory_gib": 47.0, "max_model_len": 1048576, "max_num_seqs": 200}
     wanted["max_num_batched_tokens"] = 1024
     with pytest.raises(PlanError) as refused:
         plan(**wanted)
     text = str(refused.value)
-    assert "but a GPU has 46.20 GiB" in text and "weights 4" in text
+    assert "but a GPU has 47.00 GiB" in text and "weights 4" in text
     nearest = dict(setting.split() for setting in text.partition("each alone: ")[2].partition(". Or")[0].split("; "))
     assert set(nearest) == {"max_num_seqs", "max_model_len", "ranks"}
     for name, value in nearest.items():
@@ -117,6 +118,7 @@ def test_constants_are_those_of_what_they_stand_for() -> None:
     assert memory_parts.EXPERTS_TOKENS == kernels.moe_routing.SORTED == engine.model.moe.BESIDE
     assert memory_parts.EXPERTS_PARTS == kernels.moe_blocks.PARTS_BYTES
     assert memory_parts.KERNEL_TOKENS == engine.model.attention.KERNEL_TOKENS
+    assert memory_parts.ONE_SHOT_BYTES == kernels.one_shot.CAPACITY_BYTES
 
 
 # ---------------------------------------------------------------- at start
@@ -209,3 +211,11 @@ def test_fingerprint_of_synthetic_weights_tells_parts_and_layers_apart() -> None
         for changes in ({}, {"simulate_rank": "0/4"}, {"simulate_rank": "1/4"}, {"num_layers": 3})
     ]
     assert len(set(names)) == 4 and names[0] == served_fingerprint(config(load_format="synthetic", max_num_seqs=3))
+
+
+def test_ranks_that_exchange_need_room_for_it() -> None:
+    """A rank that plays one of four exchanges nothing."""
+    four, playing = plan(ranks=4), plan(ranks=1, simulate_rank="0/4", load_format="synthetic")
+    on_cpu = plan(device="cpu", kv_cache_memory_gib=4.0)
+    assert part(four, "exchange") > memory_parts.COMMUNICATORS_BYTES
+    assert "exchange" not in {one.name for one in playing.parts} | {one.name for one in on_cpu.parts}

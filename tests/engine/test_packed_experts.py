@@ -15,6 +15,7 @@ import engine.model.moe
 import engine.runner
 from engine.model.config import load_config
 from engine.model.moe import MixtureOfExperts
+from engine.model.shard import Shard
 from engine.model.weights import WeightsError, load_weights, scale_name
 from kernels.expert_weights import LANES, ExpertWeights, dequantize_experts
 from kernels.quant import dequantize_block_fp8, dequantize_e2m1
@@ -146,7 +147,7 @@ def test_mxfp4_beside_nvfp4_in_one_matrix_becomes_nvfp4(oracle, edit, pattern):
 def test_each_rank_reads_its_slice_of_the_inner_dimension(oracle, edit, change, packs):
     folder = edit("mx", change)
     for index in range(2):
-        loaded = read(folder, part=(index, 2), keeps_packed=packs)
+        loaded = read(folder, shard=Shard(index, 2), keeps_packed=packs)
         assert len(loaded.packed) == (6 if packs else 0)
         for stack in STACKS:
             part = wanted(oracle, stack, start=64 * index, stop=64 * index + 64)
@@ -184,7 +185,7 @@ def test_what_is_loaded_is_told(edit):
 def test_sizes_that_the_kernels_do_not_read_are_dequantised_and_told(oracle):
     """A quarter of mx has 32 inner channels: w2 has half a step, w13 is fine."""
     lines = []
-    loaded = read(oracle.folder("mx"), part=(1, 4), progress=lines.append)
+    loaded = read(oracle.folder("mx"), shard=Shard(1, 4), progress=lines.append)
     assert set(loaded.packed) == {stack for stack in STACKS if stack.endswith("w13")}
     reason = "128 rows of 32 channels are no multiples of 16 and 64, which the kernels read"
     assert loaded.dequantized == {stack: reason for stack in STACKS if stack.endswith("w2")}
@@ -354,7 +355,7 @@ def test_a_rank_s_slice_may_have_nothing_but_scales_of_zero(edit, packs):
         four_bits.to_nvfp4(tensors)
         tensors[f"{EXPERT}.w2.weight_scale"].view(torch.uint8)[:, :4] = 0
 
-    loaded = read(edit("mx", change), part=(0, 2), keeps_packed=packs)
+    loaded = read(edit("mx", change), shard=Shard(0, 2), keeps_packed=packs)
     assert not whole(loaded, STACKS[3])[2].any()
 
 
@@ -391,7 +392,7 @@ def test_an_expert_of_zeros_may_have_scales_of_zero(edit):
 @pytest.mark.parametrize("part", [(0, 3), (2, 2), (-1, 2), (0, 0)])
 def test_a_slice_that_does_not_exist_is_refused(oracle, part):
     with pytest.raises(WeightsError, match=f"part {part[0]} of {part[1]} of the experts' 128 inner channels"):
-        read(oracle.folder("mx"), part=part)
+        read(oracle.folder("mx"), shard=Shard(*part))
 
 
 # ---------------------------------------------------------------- what steps make of it
@@ -450,8 +451,8 @@ def normal_rows():
     return lambda tokens: torch.randn(tokens, 128, generator=torch.Generator().manual_seed(tokens))
 
 
-def _layer(folder, *, keeps_packed=True, part=(0, 1)):
-    loaded = read(folder, keeps_packed=keeps_packed, part=part)
+def _layer(folder, *, keeps_packed=True, shard=None):
+    loaded = read(folder, keeps_packed=keeps_packed, shard=shard)
     return MixtureOfExperts(loaded.tensors, 1, load_config(folder))
 
 
@@ -486,8 +487,8 @@ def test_no_tokens_at_all(oracle, normal_rows):
 
 def test_a_layer_with_one_dequantised_matrix_runs_the_operations_for_any_step(oracle, normal_rows):
     """A quarter of mx: see above."""
-    layer, x = _layer(oracle.folder("mx"), part=(0, 4)), normal_rows(3)
-    plain = _layer(oracle.folder("mx"), part=(0, 4), keeps_packed=False)
+    layer, x = _layer(oracle.folder("mx"), shard=Shard(0, 4)), normal_rows(3)
+    plain = _layer(oracle.folder("mx"), shard=Shard(0, 4), keeps_packed=False)
     ids = torch.zeros(3, dtype=torch.int64)
     assert isinstance(layer.w13, ExpertWeights) and isinstance(layer.w2, torch.Tensor)
     assert torch.equal(layer(x, ids, _batch(3)), plain(x, ids))
@@ -503,7 +504,7 @@ def test_padding_tokens_of_a_decode_step_take_no_expert(oracle, normal_rows):
 
 def test_a_sum_over_ranks_is_what_one_computes(oracle, normal_rows):
     x, ids, step = normal_rows(9), torch.zeros(9, dtype=torch.int64), _batch(9)
-    halves = [_layer(oracle.folder("mx"), part=(index, 2)) for index in range(2)]
-    one, shared = _layer(oracle.folder("mx"))(x, ids, step), halves[0](x, ids, _batch(0, padding=9))
-    together = halves[0](x, ids, step) + halves[1](x, ids, step) - shared
+    halves = [_layer(oracle.folder("mx"), shard=Shard(index, 2)) for index in range(2)]
+    one = _layer(oracle.folder("mx"))(x, ids, step)
+    together = halves[0](x, ids, step) + halves[1](x, ids, step)
     assert (together - one).abs().max() < 1e-3 * one.abs().max()

@@ -10,6 +10,7 @@ import torch
 
 import kernels.moe_decode as decode
 import kernels.moe_routing as routing
+from kernels.moe_held import hold_experts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
 
@@ -235,3 +236,18 @@ def test_every_code_under_every_scale_is_exact():
 def test_equal_inputs_give_equal_bits():
     case = make_case(11, padding=1)
     assert torch.equal(case.run(), case.run())
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_ranks_that_share_experts_out_add_up_to_one_with_all(tokens, monkeypatch):
+    """Rows of other ranks' experts are 0, whatever lay in memory."""
+    monkeypatch.setattr(decode, "tile_for", plain_tile_for)
+    case = make_case(tokens, padding=1)
+    whole, parts = case.run(), []
+    for held in (range(0, 2), range(2, 6)):
+        mine, own = torch.arange(held.start, held.stop), hold_experts(case.route(), held)
+        w13, w2 = case.w13.select(mine), case.w2.select(mine)
+        parts.append(decode.experts_decode(own, w13, w2, limit=case.limit))
+        wanted = decode.experts_decode_reference(own, w13, w2, limit=case.limit)
+        assert (parts[-1] - wanted).abs().max() < 2e-3 * whole.abs().max()
+    assert (parts[0] + parts[1] - whole).abs().max() < 2e-3 * whole.abs().max()

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from deploy import cli
 from kernels import check as gate
-from kernels import offline
+from kernels import offline, one_shot
 from kernels.offline import LIMITS, Report
 from kernels.tiles import Variant
 from kernels.triton_env import ARCHES
@@ -57,6 +57,13 @@ def heavy_kernel(a, out, M: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr):
     for step in tl.static_range(STEPS):
         total = tl.dot(total.to(tl.bfloat16), tl.trans(total).to(tl.bfloat16)) + step
     tl.store(out + m * N + n, total)
+
+
+@triton.jit
+def counting_kernel(out, READS: tl.constexpr):
+    found = tl.atomic_add(out, 1, sem="relaxed")
+    if READS:
+        tl.store(out + 1, found)
 
 
 PRODUCT = Variant(
@@ -153,6 +160,27 @@ def test_too_many_instructions_for_a_packed_weight_are_refused():
     report = dataclasses.replace(report, per_weight=10.2)
     (fault,) = offline._faults(report, variant)
     assert "10.2 instructions a weight: at most 10.1, or issue limits the loop" in fault
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_atomics_of_a_kernel_for_peers_are_refused(arch):
+    """Those whose result is read, and those whose is not: each has an instruction of its own."""
+    counting = Variant("count", counting_kernel, {"out": "*i32"}, {"READS": True}, 4, 1, tensor_ops=(), has_peers=True)
+    for variant in (counting, dataclasses.replace(counting, constants={"READS": False})):
+        assert "1 atomics: PCIe carries none to a peer" in faults(variant, arch)
+    assert faults(dataclasses.replace(counting, has_peers=False), arch) == ""
+
+
+def test_a_kernel_for_peers_without_flags_of_system_scope_is_refused():
+    silent = dataclasses.replace(OUTER, has_peers=True)
+    assert "no load or no store of system scope" in faults(silent)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_sum_over_peers_has_flags_and_no_atomics(arch):
+    (report,) = gate.check([(one_shot.variants(arch)[1], arch)], cache=None)
+    assert (report.atomics, report.flags, report.faults) == (0, 1, ())
+    assert report.wide == 1 + 4  # x, and what each of four ranks has written
 
 
 def test_one_byte_loads_of_an_unaligned_pointer_are_counted():

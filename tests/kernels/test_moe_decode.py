@@ -10,6 +10,7 @@ import torch
 from kernels.expert_weights import dequantize_experts
 from kernels.moe import experts_reference
 from kernels.moe_decode import experts_decode
+from kernels.moe_held import hold_experts
 from kernels.moe_routing import route_tokens
 
 
@@ -115,3 +116,22 @@ def test_small_activations_keep_their_digits():
         case.route().weights, case.limit,
     )  # fmt: skip
     assert (small.run() - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+def test_ranks_that_share_experts_out_add_up_to_one_with_all(tokens):
+    case = make_case(tokens, padding=2)
+    whole, parts = case.run(), []
+    for held in (range(0, 2), range(2, 3), range(3, 6)):
+        mine = torch.arange(held.start, held.stop)
+        own = hold_experts(case.route(), held)
+        entries = own.active[4 : 4 + 4 * int(own.active[0])].view(-1, 4)
+        assert set(entries[:, 0].tolist()) <= set(range(len(held)))
+        parts.append(experts_decode(own, case.w13.select(mine), case.w2.select(mine), limit=case.limit))
+    assert torch.allclose(sum(parts), whole, rtol=1e-5, atol=1e-6 * float(whole.abs().max()))
+
+
+def test_a_routing_is_cut_once():
+    own = hold_experts(make_case(3).route(), range(0, 2))
+    with pytest.raises(ValueError, match="cut before"):
+        hold_experts(own, range(0, 2))

@@ -1,0 +1,186 @@
+"""The oracle `geo` through ranks of a group: what they compute together is what one rank does.
+
+    PYTHONPATH=. python tests/gpu/tensor_parallel.py                        one GPU, from the repository's root
+    PYTHONPATH=. python tests/gpu/tensor_parallel.py --device cpu           the kernels' references
+    PYTHONPATH=. python tests/gpu/tensor_parallel.py --processes            a process and a GPU for each rank; with
+                                                                            --device cpu over gloo
+
+Without --processes all ranks share this process and its device, in lock-step: each computes its own partial sums, with
+kernels of its own sizes, and is given the others' (tests/engine/lock_step.py). With it they are engine.parallel's.
+Prompts and teacher-forced steps are those of geo.py. Experts are cut by their inner dimension, or shared out.
+
+Prints a row per trial; exit code 1 if an argmax is not golden's, or if logits leave golden_sim, or those of one rank,
+by more than the bounds of geo.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import itertools
+import multiprocessing
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+TESTS = Path(__file__).resolve().parent.parent
+FORMATS, INDEX = "nvfp4", "fp8"
+
+
+def _module(name: str, path: Path):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def teacher_forced(
+    checkpoint: Path, group, *, device: str, dtype: str, by_expert: bool, lengths: tuple[int, ...], steps: int
+) -> list[torch.Tensor]:
+    """Return [steps, V] logits of each prompt, as one rank of `group` has them; None: of one that is alone."""
+    import engine.model.model as model
+    import engine.runner
+
+    geo = _module("gpu_geo", TESTS / "gpu/geo.py")
+    harness = _module("engine_harness", TESTS / "engine/harness.py")
+    golden = load_file(TESTS / "oracle/geo/golden.safetensors")
+    if not geo.has_kernels(device):
+        # Decode steps through the kernels' references, over experts as kernels would read them.
+        import engine.model.attention as attention
+
+        engine.runner.keeps_packed = lambda device: True
+        model.decode_batch = lambda batch, cache: (
+            batch.decode if batch.decode.max_query_len <= attention.KERNEL_TOKENS else None
+        )
+    with torch.inference_mode():
+        side = harness.Side(
+            harness.make_runner(
+                checkpoint, group=group, role="decode", device=device, dtype=dtype, kv_cache_dtype="packed",
+                index_cache_dtype=INDEX, block_size=geo.BLOCK_TOKENS, pool_poison=True, expert_parallel=by_expert,
+                ranks=1 if group is None else group.count,
+            )
+        )  # fmt: skip
+        sequences = []
+        for length in lengths:
+            prompt = golden[f"prompt_{length}"].tolist()
+            running = side.start(prompt, num_tokens=length + steps)
+            while running.length < length - 1:
+                side.step((running, prompt[running.length : min(running.length + 512, length - 1)], False))
+            sequences.append((running, [prompt[-1], *golden[f"gen_{length}"].tolist()]))
+        for step in range(steps):
+            side.step(*((running, [forced[step]], True) for running, forced in sequences))
+    for length, (running, _) in zip(lengths, sequences, strict=True):
+        if running.failed:
+            raise RuntimeError(f"prompt of {length} tokens: {running.failed}")
+    return [torch.stack(running.logits).float().cpu() for running, _ in sequences]
+
+
+def _process(run_dir: str, rank: int, count: int, checkpoint: str, options: dict) -> list[torch.Tensor]:
+    from engine.parallel import join
+    from engine.runner import DTYPES
+
+    torch.set_num_threads(1)
+    if options["device"] == "cuda":
+        torch.cuda.set_device(rank)
+    group = join(
+        Path(run_dir), rank=rank, count=count, generation=1, device=options["device"], dtype=DTYPES[options["dtype"]]
+    )
+    if rank == 0:
+        print(f"exchange: {group.exchange}", flush=True)
+    return teacher_forced(Path(checkpoint), group, **options)
+
+
+def in_processes(count: int, checkpoint: Path, **options) -> list[list[torch.Tensor]]:
+    """Return what each of `count` ranks has, each a process with a device of its own."""
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="isthmus-ranks-") as run_dir,
+        concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool,
+    ):
+        ranks = [pool.submit(_process, run_dir, rank, count, str(checkpoint), options) for rank in range(count)]
+        return [rank.result(1800) for rank in ranks]
+
+
+def in_lock_step(count: int, checkpoint: Path, **options) -> list[list[torch.Tensor]]:
+    """Return what each of `count` ranks has, all of them in this process."""
+    hub = _module("engine_lock_step", TESTS / "engine/lock_step.py").Hub(count)
+    return hub.run(lambda group: teacher_forced(checkpoint, group, **options))
+
+
+def judge(ranks: list[list[torch.Tensor]], one: list[torch.Tensor], dtype: str, lengths: tuple[int, ...]):
+    """Return what was found, and what is wrong with it, "" if nothing."""
+    geo = _module("gpu_geo", TESTS / "gpu/geo.py")
+    faults = []
+    if any(not torch.equal(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True)):
+        faults.append("ranks have different logits")
+    found = geo._compare(ranks[0], lengths, dtype, one)
+    faults += [f"prompt {s.length} step {s.step}: {s.fault}" for s in found if s.fault]
+    if fault := geo.median_fault(found):
+        faults.append(f"median {fault}")
+    same = sum(s.argmax == s.wanted for s in found)
+    sim, ref = ([getattr(s, name) for s in found] for name in ("sim", "reference"))
+    told = (
+        f"{same} of {len(found)} argmax equal, to golden_sim {max(sim):.1e}, median {statistics.median(sim):.1e}, "
+        f"to one rank {max(ref):.1e}, median {statistics.median(ref):.1e}"
+    )
+    return told, "; ".join(faults)
+
+
+def trials(
+    *, device: str, dtypes: list[str], counts: list[int], ways: list[str], lengths: tuple[int, ...], steps: int,
+    processes: bool,
+) -> list[str]:  # fmt: skip
+    """Return a line for each trial, those with a fault beginning with FAULT."""
+    geo, lines = _module("gpu_geo", TESTS / "gpu/geo.py"), []
+    with tempfile.TemporaryDirectory(prefix="isthmus-geo-") as folder:
+        checkpoint = geo.write_checkpoint(Path(folder), nvfp4=geo.EXPERTS[FORMATS])
+        for dtype in dtypes:
+            asked = {"device": device, "dtype": dtype, "lengths": lengths, "steps": steps}
+            one = teacher_forced(checkpoint, None, by_expert=False, **asked)
+            for count, way in itertools.product(counts, ways):
+                run = in_processes if processes else in_lock_step
+                try:
+                    told, fault = judge(run(count, checkpoint, by_expert=way == "expert", **asked), one, dtype, lengths)
+                except Exception as error:  # a trial that can't run has failed; the others go on
+                    told, fault = "", f"{type(error).__name__}: {error}"
+                lines.append(
+                    f"{'FAULT ' if fault else 'ok    '}{dtype}, {count} ranks by {way}: {told} {fault}".rstrip()
+                )
+                print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> int:
+    """Run what the arguments say and print a row for each trial."""
+    geo = _module("gpu_geo", TESTS / "gpu/geo.py")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--ranks", type=int, choices=[2, 4], nargs="+", default=[2, 4])
+    parser.add_argument("--by", choices=["inner", "expert"], nargs="+", default=["inner", "expert"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(geo.LENGTHS), choices=geo.LENGTHS)
+    parser.add_argument("--steps", type=int, default=6, help="decode steps, up to 6")
+    parser.add_argument("--processes", action="store_true", help="a process and a device for each rank")
+    args = parser.parse_args()
+    from kernels.triton_env import INTERPRETED
+
+    if INTERPRETED:  # slow: a few tokens
+        _module("interp", TESTS / "kernels/interp.py").repair()
+    torch.set_num_threads(1)
+    found = trials(
+        device=args.device, dtypes=args.dtype, counts=args.ranks, ways=args.by, lengths=tuple(args.lengths),
+        steps=args.steps, processes=args.processes,
+    )  # fmt: skip
+    faults = sum(line.startswith("FAULT") for line in found)
+    print(f"{len(found)} trials, {faults} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
