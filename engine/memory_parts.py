@@ -43,7 +43,6 @@ WORKSPACE_SCORES = 1 << 24
 CHUNK_SCORES = 1 << 26
 EXPERTS_TOKENS = 256
 EXPERTS_PARTS = 192 * MIB
-KERNEL_TOKENS = 8192
 MOST_TOKENS = 8192  # of a step, whatever its sequences: what kernels for packed rows are made for
 CHECKSUM_BYTES = 32 * MIB
 
@@ -137,7 +136,7 @@ def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KV
     """The tensors of the longest chunk, of kernels where they take it, else of torch's operations."""
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     scores, bytes_of_matrix = 0, 6  # as float32 and as bfloat16
-    if config.kv_cache_dtype == "packed" and tokens <= KERNEL_TOKENS:
+    if config.kv_cache_dtype == "packed" and tokens <= MOST_TOKENS:
         bytes_of_matrix = 2
         scores = 4 * CHUNK_SCORES if local.layers_of(CSA_RATIO) else 0
         activations = tokens * (_streams(local) + _MIX_BYTES_OF_CHANNEL * local.hidden_size)

@@ -42,9 +42,7 @@ def _prefill():
     [((9, 130), 50), pytest.param((9, 130, 700), 300, marks=pytest.mark.long)],
 )
 def test_chunks_of_packed_prompts_through_kernels_choose_as_golden(oracle, monkeypatch, lengths, chunk):
-    for module, name in (
-        (attention, "KERNEL_TOKENS"), (attention, "runs_decode_kernels"), (engine.runner, "keeps_packed")
-    ):  # fmt: skip
+    for module, name in ((attention, "runs_decode_kernels"), (engine.runner, "keeps_packed")):
         monkeypatch.setattr(module, name, getattr(module, name))
     with torch.inference_mode():
         rig = _prefill().Rig(oracle.folder("geo"), device="cpu", dtype="float32", index="fp4")

@@ -117,7 +117,7 @@ def test_constants_are_those_of_what_they_stand_for() -> None:
     assert memory_parts.CHECKSUM_BYTES == kv_transfer.checksum._PORTION_BYTES
     assert memory_parts.EXPERTS_TOKENS == kernels.moe_routing.SORTED == engine.model.moe.BESIDE
     assert memory_parts.EXPERTS_PARTS == kernels.moe_blocks.PARTS_BYTES
-    assert memory_parts.KERNEL_TOKENS == engine.model.attention.KERNEL_TOKENS
+    assert memory_parts.MOST_TOKENS == engine.model.attention.KERNEL_TOKENS
     assert memory_parts.ONE_SHOT_BYTES == kernels.one_shot.CAPACITY_BYTES
 
 

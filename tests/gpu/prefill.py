@@ -35,7 +35,6 @@ ROWS = (("nvfp4", "fp8"), ("mxfp4", "fp4"))  # formats of experts and of index k
 # from alone 0.55 and 0.004, or nothing. geo.py says what moves them. On an H200 one trial in float32 had a median of
 # 0.11 from golden_sim (chunks of 128, FP8 keys).
 BOUNDS = {"float32": (1.2, 0.15), "bfloat16": (2.0, 0.3)}
-MOST_TOKENS = 1 << 13  # of a sequence in a step through kernels, whatever the engine's own limit is
 
 
 def _module(name: str, path: Path):
@@ -53,7 +52,6 @@ class Rig:
         import engine.model.attention as attention
         import engine.runner
 
-        attention.KERNEL_TOKENS = MOST_TOKENS
         if device == "cpu":
             engine.runner.keeps_packed = lambda device: True
             attention.runs_decode_kernels = lambda cache, device: True

@@ -21,8 +21,7 @@ prefill = _load("prefill")
 
 @pytest.mark.parametrize("formats", prefill.ROWS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_chunks_of_any_length_choose_as_golden_alone_and_packed(dtype, formats, monkeypatch):
-    monkeypatch.setattr("engine.model.attention.KERNEL_TOKENS", prefill.MOST_TOKENS)
+def test_chunks_of_any_length_choose_as_golden_alone_and_packed(dtype, formats):
     lines = prefill.trials("cuda", dtype, formats, prefill.LENGTHS, prefill.CHUNKS)
     assert len(lines) == 2 * len(prefill.CHUNKS)
     assert [line for line in lines if line.startswith("FAULT")] == []
