@@ -204,6 +204,8 @@ def _read_yaml(path: str) -> tuple[str, dict[str, Any]]:
             text, name = Path(path).read_text(), path
         except OSError as error:
             raise ConfigError(f"{path}: can't be read: {error.strerror}; give the path of a YAML file") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not text in UTF-8: {error.reason} at byte {error.start}") from None
     else:
         text, name = (importlib.resources.files("deploy") / DEFAULT_YAML).read_text(), f"built-in {DEFAULT_YAML}"
     try:

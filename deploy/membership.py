@@ -199,13 +199,16 @@ class Membership:
     def drain(self, worker_id: str, timeout_s: float) -> None:
         """Begin to drain a group. timeout_s: after which what runs there is resumed elsewhere; 0: never.
 
-        Raises ConfigError if there is none of that name, or no other of its role.
+        Asked for a second time, it only sets the timeout. Raises ConfigError if there is none of that name, or no other
+        of its role, or none that has been ready.
         """
         group = next((group for group in self.groups if group.id == worker_id), None)
         if group is None:
             known = ", ".join(group.id for group in self.groups)
             raise ConfigError(f"worker {worker_id!r}: there is none of that name; the cluster has {known}")
-        if worker_id in self._leaving:
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        if leaving := self._leaving.get(worker_id):
+            leaving.deadline = deadline if deadline is not None else leaving.deadline  # asked for once more, in a hurry
             return
         role = group.config.role
         if len(self.serving(role)) == 1:
@@ -213,8 +216,15 @@ class Membership:
                 f"worker {worker_id!r}: the only {role} group that is to stay, and without it nothing is served; first "
                 f"`isthmus add {role}`, or end the cluster with `isthmus down`"
             )
+        others = [other for other in self.serving(role) if other is not group]
+        if group.was_ready and not any(other.was_ready for other in others):
+            names = ", ".join(other.id for other in others)
+            raise ConfigError(
+                f"worker {worker_id!r}: the only {role} group that serves; {names} has not been ready yet: wait until "
+                "`isthmus status` shows that it is"
+            )
         self._progress.say(f"{worker_id}: drains: nothing new, and it leaves when nothing runs there any more")
-        self._leaving[worker_id] = _Leaving(time.monotonic() + timeout_s if timeout_s else None)
+        self._leaving[worker_id] = _Leaving(deadline)
         self._sync()
 
     def tick(self) -> None:

@@ -243,6 +243,26 @@ def test_ray_cluster_keeps_the_last_of_a_role_also_when_the_other_is_leaving(clu
         cluster.members.drain("decode-1", 0)
 
 
+def test_ray_cluster_drains_no_group_that_serves_before_another_has_been_ready(cluster) -> None:
+    """It could still fail to load, and requests would be refused until it has."""
+    cluster.groups["decode-1"].was_ready = False
+    with pytest.raises(ConfigError, match="the only decode group that serves; decode-1 has not been ready yet"):
+        cluster.members.drain("decode-0", 0)
+    cluster.members.drain("decode-1", 0)
+
+
+def test_ray_cluster_drain_is_hurried_by_asking_again_with_a_timeout(cluster) -> None:
+    group = cluster.groups["decode-0"]
+    group.url = "http://127.0.0.1:1/decode-0"
+    cluster.requests["decode-0"] = 2
+    cluster.members.drain("decode-0", 0)
+    cluster.members.drain("decode-0", 1e-6)
+    cluster.members.drain("decode-0", 0)  # takes nothing back
+    cluster.look()
+    assert group.steps == ["ask_to_stop"]
+    group.url = ""
+
+
 def test_ray_cluster_gives_up_a_group_that_dies_too_often_if_another_of_its_role_serves(cluster) -> None:
     cluster.groups["decode-0"].restarts.append(time.monotonic())  # one was all that it may
     cluster.kill("decode-0")
