@@ -311,6 +311,8 @@ def _supervisor_settings(document: Mapping[str, Any], path: str) -> SupervisorSe
         raise ConfigError(f"supervisor ({path}): wanted a mapping of settings, found {section!r}")
     for name in section:
         require_known(name, SupervisorSettings.__struct_fields__, where=f"{path}, supervisor")
+        if isinstance(section[name], int | float) and not section[name] >= 0:
+            raise ConfigError(f"{name} = {section[name]} ({path}, supervisor): wanted a number of at least 0")
     try:
         return msgspec.convert(section, SupervisorSettings)
     except msgspec.ValidationError as error:

@@ -127,6 +127,7 @@ def test_model_is_absolute_and_gives_the_served_name(load, model: str, monkeypat
         ("router: {max_queu: 1}", "max_queu (FILE, router): no such setting; did you mean max_queue?"),
         ("router: {max_queue: 0}", "router (FILE): max_queue: 0 must be above 0"),
         ("supervisor: {max_restart: 1}", "max_restart (FILE, supervisor): no such setting; did you mean max_restarts?"),
+        ("supervisor: {max_restarts: -1}", "max_restarts = -1 (FILE, supervisor): wanted a number of at least 0"),
         (
             "transport: carrier-pigeon",
             "transport = 'carrier-pigeon' (FILE): wanted one of auto, nixl, host, ucxx, local",
