@@ -122,12 +122,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """unreadable: names of weight files that this user may not read."""
+    """unreadable: names of weight files that this user may not read.   cut: of those that are not whole."""
 
     path: str
     num_files: int
     num_bytes: int
     unreadable: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
     has_tokenizer: bool = True
 
 
@@ -139,8 +140,24 @@ def read_model_folder(folder: str) -> ModelFolder:
         num_files=len(paths),
         num_bytes=sum(path.stat().st_size for path in paths),
         unreadable=tuple(path.name for path in paths if not os.access(path, os.R_OK)),
+        cut=tuple(path.name for path in paths if os.access(path, os.R_OK) and not _is_whole(path)),
         has_tokenizer=(Path(folder) / "tokenizer.json").is_file(),
     )
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says: not half a download, nor a Git LFS pointer."""
+    try:
+        with path.open("rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if begin > size:
+                return False
+            tensors = json.loads(file.read(begin - 8))
+        ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+        return bool(size == begin + max(ends, default=0))
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return False
 
 
 def read_host(environ: Mapping[str, str], *, proc: Path = PROC, shared_memory: Path = SHARED_MEMORY) -> Host:

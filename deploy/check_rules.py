@@ -59,11 +59,17 @@ def ask(topic: str, probe: Callable[[], T], well: str) -> tuple[list[Finding], T
 
 
 def model_folder(folder: ModelFolder) -> list[Finding]:
-    """Whether this user may read every weight file, and there is a tokenizer."""
+    """Whether this user may read every weight file, each is whole, and there is a tokenizer."""
     if folder.unreadable:
         names = ", ".join(folder.unreadable[:3])
         seen = f"{folder.path}: {len(folder.unreadable)} of {folder.num_files} weight files can't be read: {names}"
         return [Finding("model", "problem", seen, f"chmod -R a+rX {folder.path}, or run as their owner")]
+    if folder.cut:
+        names = ", ".join(folder.cut[:3])
+        seen = f"{folder.path}: {len(folder.cut)} of {folder.num_files} weight files are not whole: {names}"
+        return [
+            Finding("model", "problem", seen, "download them again: half a file, or a Git LFS pointer in its place")
+        ]
     seen = f"{folder.path}: {folder.num_files} weight files, {folder.num_bytes / GIB:,.1f} GiB"
     findings = [Finding("model", "ok", seen)]
     if not folder.has_tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -151,8 +152,8 @@ def _drain(argv: list[str]) -> int:
     )
     parser.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
     args = parse_flags(parser, argv)
-    if args.timeout < 0:
-        raise ConfigError(f"--timeout {args.timeout:g}: must not be negative; 0 waits without limit")
+    if not 0 <= args.timeout < math.inf:
+        raise ConfigError(f"--timeout {args.timeout:g}: wanted seconds, 0 or more; 0 waits without limit")
     return drain(args.worker, port=args.port, timeout_s=args.timeout, waits=not args.no_wait, environ=os.environ)
 
 

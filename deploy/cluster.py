@@ -162,7 +162,7 @@ class _Cluster:
                     "supervisor: ready_timeout_s"
                 )
         self._view.look(self._members.groups)
-        self._control = ControlServer(self._members, self._run_dir)
+        self._control = ControlServer(self._members, self._run_dir, look=lambda: self._view.look(self._members.groups))
         self._control.start()
         self._members.meanwhile = self._look_after_rest
         self._progress.ready(self._config, self._view.topology(), self._log_dir)

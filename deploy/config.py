@@ -204,6 +204,8 @@ def _read_yaml(path: str) -> tuple[str, dict[str, Any]]:
             text, name = Path(path).read_text(), path
         except OSError as error:
             raise ConfigError(f"{path}: can't be read: {error.strerror}; give the path of a YAML file") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not text in UTF-8: {error.reason} at byte {error.start}") from None
     else:
         text, name = (importlib.resources.files("deploy") / DEFAULT_YAML).read_text(), f"built-in {DEFAULT_YAML}"
     try:
@@ -309,6 +311,8 @@ def _supervisor_settings(document: Mapping[str, Any], path: str) -> SupervisorSe
         raise ConfigError(f"supervisor ({path}): wanted a mapping of settings, found {section!r}")
     for name in section:
         require_known(name, SupervisorSettings.__struct_fields__, where=f"{path}, supervisor")
+        if isinstance(section[name], int | float) and not section[name] >= 0:
+            raise ConfigError(f"{name} = {section[name]} ({path}, supervisor): wanted a number of at least 0")
     try:
         return msgspec.convert(section, SupervisorSettings)
     except msgspec.ValidationError as error:

@@ -61,8 +61,9 @@ class Groups(msgspec.Struct, frozen=True):
 class ControlServer:
     """Serves the socket in a thread; `run_commands` is the main thread's part."""
 
-    def __init__(self, membership: Membership, folder: Path) -> None:
-        self._membership = membership
+    def __init__(self, membership: Membership, folder: Path, *, look: Callable[[], None]) -> None:
+        """look: learns who is ready; called before each command, which may go by it."""
+        self._membership, self._look = membership, look
         self._commands: queue.SimpleQueue[tuple[Callable[[], str], concurrent.futures.Future[str]]] = (
             queue.SimpleQueue()
         )
@@ -91,6 +92,7 @@ class ControlServer:
             except queue.Empty:
                 return
             try:
+                self._look()
                 reply.set_result(command())
             except (ConfigError, StartFailed) as error:
                 reply.set_exception(error)

@@ -199,13 +199,18 @@ class Membership:
     def drain(self, worker_id: str, timeout_s: float) -> None:
         """Begin to drain a group. timeout_s: after which what runs there is resumed elsewhere; 0: never.
 
-        Raises ConfigError if there is none of that name, or no other of its role.
+        Asked for a second time, it only sets the timeout. Raises ConfigError if there is none of that name, or no other
+        of its role, or none that has been ready.
         """
         group = next((group for group in self.groups if group.id == worker_id), None)
         if group is None:
             known = ", ".join(group.id for group in self.groups)
-            raise ConfigError(f"worker {worker_id!r}: there is none of that name; the cluster has {known}")
-        if worker_id in self._leaving:
+            how = self.left[worker_id].split("\n")[0] if worker_id in self.left else ""
+            problem = f"has left: {how}" if how else "there is none of that name"
+            raise ConfigError(f"worker {worker_id!r}: {problem}; the cluster has {known}")
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        if leaving := self._leaving.get(worker_id):
+            leaving.deadline = deadline if deadline is not None else leaving.deadline  # asked for once more, in a hurry
             return
         role = group.config.role
         if len(self.serving(role)) == 1:
@@ -213,8 +218,15 @@ class Membership:
                 f"worker {worker_id!r}: the only {role} group that is to stay, and without it nothing is served; first "
                 f"`isthmus add {role}`, or end the cluster with `isthmus down`"
             )
+        others = [other for other in self.serving(role) if other is not group]
+        if group.was_ready and not any(other.was_ready for other in others):
+            names = ", ".join(other.id for other in others)
+            raise ConfigError(
+                f"worker {worker_id!r}: the only {role} group that serves; {names} has not been ready yet: wait until "
+                "`isthmus status` shows that it is"
+            )
         self._progress.say(f"{worker_id}: drains: nothing new, and it leaves when nothing runs there any more")
-        self._leaving[worker_id] = _Leaving(time.monotonic() + timeout_s if timeout_s else None)
+        self._leaving[worker_id] = _Leaving(deadline)
         self._sync()
 
     def tick(self) -> None:
@@ -305,13 +317,14 @@ class Membership:
             if leaving is None:
                 self.restart(group, dead)
             elif not leaving.is_stopping:
-                self._part(group, f"died while it drained: {dead[0][1]}")
+                cause = min(dead, key=_says_less)
+                self._part(group, f"died while it drained: {cause[0].name}: {cause[1]}")
             elif len(dead) == len(group.members):
                 self._part(group, "drained")
 
     def restart(self, group: Group, dead: list[tuple[Member, str]]) -> None:
         """Start a group again, `dead` of which have ended; or give it up. Raises ClusterFailed."""
-        dead.sort(key=lambda death: death[0].name.endswith("leader"))  # a rank's own reason says more
+        dead.sort(key=_says_less)
         for member, reason in dead:
             self._progress.problem(f"{member.name} (pid {member.pid}) ended: {reason}")
         if not group.was_ready and group.num_starts == 1:
@@ -391,3 +404,8 @@ def _targets(group: Group) -> list[tuple[str, int, str]]:
         (member.name, member.pid, f"{group.url}/health" if group.url and n == 0 else "")
         for n, member in enumerate([*group.members])
     ]
+
+
+def _says_less(death: tuple[Member, str]) -> bool:
+    """Sort a rank's own reason before its leader's."""
+    return death[0].name.endswith("leader")

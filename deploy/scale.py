@@ -57,6 +57,8 @@ def read_settings(path: str) -> dict[str, Any]:
         document = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}; give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not text in UTF-8: {error.reason} at byte {error.start}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -140,6 +141,7 @@ FIELDS = (
 )
 _BY_NAME = {field.name: field for field in FIELDS}
 _TYPES = get_type_hints(EngineConfig)
+_WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 # other spellings of a value; both are common and mean the same
 _SYNONYMS: dict[str, dict[str, str]] = {
@@ -303,6 +305,11 @@ def _convert(name: str, value: object, origin: str) -> object:
         raise ConfigError(f"{name} = {value!r} ({origin}): wanted {_wanted(name)}") from None
     if isinstance(result, int | float) and not isinstance(result, bool) and not field.low <= result <= field.high:
         raise ConfigError(f"{name} = {result} ({origin}): out of bounds; wanted {_wanted(name)}")
+    if name == "worker_id" and result and not _WORKER_ID.fullmatch(str(result)):
+        raise ConfigError(
+            f"worker_id = {value!r} ({origin}): names log files; wanted letters, digits, `_`, `-` and `.`, the "
+            "first a letter or digit"
+        )
     if name == "cpus" and result:
         try:
             parse_cpu_list(str(result))

@@ -306,8 +306,22 @@ def test_model_folder() -> None:
     assert worst(check_rules.model_folder(whole)) == []
     seen, _ = the(check_rules.model_folder(dataclasses.replace(whole, unreadable=("a", "b"))), "problem")
     assert seen == "/m: 2 of 46 weight files can't be read: a, b"
+    seen, _ = the(check_rules.model_folder(dataclasses.replace(whole, cut=("c",))), "problem")
+    assert seen == "/m: 1 of 46 weight files are not whole: c"
     seen, _ = the(check_rules.model_folder(dataclasses.replace(whole, has_tokenizer=False)), "warning")
     assert "only prompts of token ids" in seen
+
+
+@pytest.mark.parametrize(
+    "content", [lambda whole: whole[:-1], lambda whole: whole[:100], lambda _: b"version https://"]
+)
+def test_weight_file_that_is_not_whole_is_found(tiny: ClusterConfig, tmp_path: Path, content) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(tiny.model, folder)
+    weights = folder / "model.safetensors"
+    assert read_model_folder(str(folder)).cut == ()
+    weights.write_bytes(content(weights.read_bytes()))
+    assert read_model_folder(str(folder)).cut == ("model.safetensors",)
 
 
 # ---------------------------------------------------------------- rules on GPUs

@@ -9,6 +9,7 @@ import pytest
 
 from deploy.config import ClusterConfig, add_cluster_flags, load_cluster_config
 from deploy.router_process import router_environment, router_flags
+from deploy.scale import read_settings
 from engine.flags import ConfigError
 from router import config as router_config
 
@@ -126,6 +127,7 @@ def test_model_is_absolute_and_gives_the_served_name(load, model: str, monkeypat
         ("router: {max_queu: 1}", "max_queu (FILE, router): no such setting; did you mean max_queue?"),
         ("router: {max_queue: 0}", "router (FILE): max_queue: 0 must be above 0"),
         ("supervisor: {max_restart: 1}", "max_restart (FILE, supervisor): no such setting; did you mean max_restarts?"),
+        ("supervisor: {max_restarts: -1}", "max_restarts = -1 (FILE, supervisor): wanted a number of at least 0"),
         (
             "transport: carrier-pigeon",
             "transport = 'carrier-pigeon' (FILE): wanted one of auto, nixl, host, ucxx, local",
@@ -143,6 +145,11 @@ def test_model_is_absolute_and_gives_the_served_name(load, model: str, monkeypat
         (
             "prefill: [{worker_id: a}, {worker_id: a}]",
             "worker_id = 'a': used by two groups; leave it out, or name each group once",
+        ),
+        (
+            "prefill: {worker_id: ../a}",
+            "worker_id = '../a' (FILE, prefill): names log files; wanted letters, digits, `_`, `-` and `.`, the "
+            "first a letter or digit",
         ),
     ],
 )
@@ -173,6 +180,14 @@ def test_syntax_error_names_its_line(load, tmp_path: Path, text: str, wanted: st
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert str(caught.value).startswith(f"{tmp_path / 'cluster.yaml'}{wanted}")
+
+
+@pytest.mark.parametrize("read", [lambda path: load_cluster_config(argparse.Namespace(config=path), {}), read_settings])
+def test_file_that_is_no_text_is_named(tmp_path: Path, read) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"model: caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.yaml: not text in UTF-8: .* at byte 10"):
+        read(str(path))
 
 
 def test_missing_model_folder_names_what_was_looked_for(load) -> None:

@@ -16,6 +16,13 @@ def test_unknown_flag_suggests_one_even_of_those_for_one_role(capsys: pytest.Cap
     )
 
 
+def test_drain_that_would_end_at_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drain", "decode-0", "--timeout", "nan"]) == 2
+    assert capsys.readouterr().err == (
+        "isthmus drain: --timeout nan: wanted seconds, 0 or more; 0 waits without limit\n"
+    )
+
+
 @pytest.mark.parametrize("verb", ["up", "plan", "check"])
 def test_help_teaches_with_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 import threading
 import time
 from collections import deque
@@ -204,6 +205,8 @@ def test_ray_cluster_group_drains_leaves_the_router_ends_and_frees_its_place(clu
     cluster.members._part(group, "drained")
     assert group.steps == ["ask_to_stop", "end", "release"]
     assert cluster.members.left == {"decode-0": "drained"}
+    with pytest.raises(ConfigError, match="'decode-0': has left: drained; the cluster has prefill-0, decode-1"):
+        cluster.members.drain("decode-0", 0)
 
 
 def test_ray_cluster_drain_that_takes_too_long_goes_on_without_what_still_runs(cluster) -> None:
@@ -241,6 +244,38 @@ def test_ray_cluster_keeps_the_last_of_a_role_also_when_the_other_is_leaving(clu
     cluster.members.drain("decode-0", 0)
     with pytest.raises(ConfigError, match="the only decode group that is to stay"):
         cluster.members.drain("decode-1", 0)
+
+
+def test_ray_cluster_drains_no_group_that_serves_before_another_has_been_ready(cluster) -> None:
+    """It could still fail to load, and requests would be refused until it has."""
+    cluster.groups["decode-1"].was_ready = False
+    with pytest.raises(ConfigError, match="the only decode group that serves; decode-1 has not been ready yet"):
+        cluster.members.drain("decode-0", 0)
+    cluster.members.drain("decode-1", 0)
+
+
+def test_ray_cluster_drain_is_hurried_by_asking_again_with_a_timeout(cluster) -> None:
+    group = cluster.groups["decode-0"]
+    group.url = "http://127.0.0.1:1/decode-0"
+    cluster.requests["decode-0"] = 2
+    cluster.members.drain("decode-0", 0)
+    cluster.members.drain("decode-0", 1e-6)
+    cluster.members.drain("decode-0", 0)  # takes nothing back
+    cluster.look()
+    assert group.steps == ["ask_to_stop"]
+    group.url = ""
+
+
+def test_ray_cluster_group_that_dies_while_it_drains_leaves_with_its_ranks_reason(cluster, monkeypatch) -> None:
+    ended = [SimpleNamespace(name="decode-0 leader"), SimpleNamespace(name="decode-0 rank 1")]
+    ray = SimpleNamespace(wait=lambda runs, **_: (runs, []), exceptions=SimpleNamespace(RayError=OSError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for group in cluster.groups.values():
+        group.runs = [1]
+    cluster.members.drain("decode-0", 0)
+    cluster.groups["decode-0"].deaths = lambda _: [(ended[0], "returned 1"), (ended[1], "was killed")]
+    cluster.members.collect_deaths(0)
+    assert cluster.members.left == {"decode-0": "died while it drained: decode-0 rank 1: was killed"}
 
 
 def test_ray_cluster_gives_up_a_group_that_dies_too_often_if_another_of_its_role_serves(cluster) -> None:
