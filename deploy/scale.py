@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from deploy import state
-from deploy.control import ControlClient, connect
+from deploy.control import ControlClient, Groups, connect
 from deploy.group import StartFailed
 from deploy.status import choose_cluster
 from engine.flags import ConfigError
@@ -71,11 +71,8 @@ def _await_ready(client: ControlClient, worker_id: str, url: str) -> int:
     shown = ""
     while True:
         found = client.groups()
-        if found is None:
-            _console.print("the cluster has ended")
-            return 1
-        if worker_id in found.left:
-            _console.print(f"{worker_id}: {found.left[worker_id]}", markup=False)
+        if found is None or worker_id in found.left:
+            _say_how_it_left(found, worker_id)
             return 1
         pairs = _pairs(url, worker_id)
         state_now = "ready" if "ready" in pairs.values() else ", ".join(f"{p}: {s}" for p, s in sorted(pairs.items()))
@@ -104,15 +101,17 @@ def _await_left(client: ControlClient, worker_id: str) -> int:
     shown = ""
     while True:
         found = client.groups()
-        if found is None:
-            _console.print("the cluster has ended")
-            return 1
-        if worker_id in found.left:
-            _console.print(f"{worker_id}: {found.left[worker_id]}", markup=False)
-            return 0 if found.left[worker_id].startswith("drained") else 1
+        if found is None or worker_id in found.left:
+            return 0 if _say_how_it_left(found, worker_id).startswith("drained") else 1
         for group in found.groups:
             text = f"{group.worker_id}: {group.num_requests} requests left"
             if group.worker_id == worker_id and text != shown:
                 shown = text
                 _console.print(shown)
         time.sleep(POLL_S)
+
+
+def _say_how_it_left(found: Groups | None, worker_id: str) -> str:
+    how = "the cluster has ended" if found is None else found.left[worker_id]
+    _console.print(f"{worker_id}: {how}", markup=False)
+    return how

@@ -1,7 +1,6 @@
 """Packed rows as tiles of keys for kernels of many tokens: rows are read whole, none masked, the tail as last group.
 
-Other than in row_load.py no group of channels is free to carry a verdict: it is added to the scores. A tile may be cut
-by channels: G of a row's D // 64 groups, from `first` on.
+Other than in row_load.py no group of channels is free to carry a verdict: it is added to the scores.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -47,11 +46,11 @@ def settle(at, scale_at, is_key, wrong, own, D: tl.constexpr):
 
 
 @triton.jit
-def read_codes(at, first, G: tl.constexpr, D: tl.constexpr):
-    """Return words of four codes [N, G, 16]; in place of the last group of a row, the tail's, the one before it."""
-    g = tl.arange(0, G)
-    back = tl.where(g == G - 1, first // (D // 64 - G), 0) if G < D // 64 else tl.where(g == G - 1, 1, 0)
-    word = (first * 16 + (g - back)[:, None] * 16) + tl.arange(0, 16)[None, :]
+def read_codes(at, D: tl.constexpr):
+    """Return words of four codes [N, D // 64, 16]; in place of the last group, the tail's, the one before it."""
+    g = tl.arange(0, D // 64)
+    back = tl.where(g == D // 64 - 1, 1, 0)
+    word = (g - back)[:, None] * 16 + tl.arange(0, 16)[None, :]
     return tl.load(at[:, None, None] + word[None, :, :])
 
 
@@ -64,22 +63,23 @@ def read_tail(at, D: tl.constexpr):
 
 
 @triton.jit
-def split_scales(scales, first, G: tl.constexpr):
-    """Return the scales of G groups [N, G] as float32, from words of one byte for each group, [N]."""
-    g = first + tl.arange(0, G)
+def split_scales(scales, D: tl.constexpr):
+    """Return the scales of a row's groups [N, D // 64] as float32, from words of one byte for each group, [N]."""
+    g = tl.arange(0, D // 64)
     exponent = ((scales[:, None] >> (8 * g)[None, :]) & 255).to(tl.int32)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def unpack_keys(codes, tail, scale, first, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """Return N keys as f16 [N, G * 64] from scales [N, G]; what f16 can't hold comes out as NaN."""
-    g = first + tl.arange(0, G)
+def unpack_keys(codes, tail, scale, N: tl.constexpr, D: tl.constexpr):
+    """Return N keys as f16 [N, D] from scales [N, D // 64]; what f16 can't hold comes out as NaN."""
+    G: tl.constexpr = D // 64
+    g = tl.arange(0, G)
     k = tl.reshape(unpack_f16(codes, scale, N, G), (N, G, 64))
     even, odd = to_f16((tail << 16).to(tl.float32, bitcast=True)), to_f16((tail & -65536).to(tl.float32, bitcast=True))
     k_tail = tl.reshape(tl.join(even, odd), (N, 2, 4, 8))
     k_tail = tl.reshape(tl.permute(k_tail, (0, 2, 1, 3)), (N, 1, 64))
-    return tl.reshape(tl.where((g == D // 64 - 1)[None, :, None], k_tail, k), (N, G * 64))
+    return tl.reshape(tl.where((g == G - 1)[None, :, None], k_tail, k), (N, D))
 
 
 @triton.jit

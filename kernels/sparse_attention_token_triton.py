@@ -102,7 +102,7 @@ def token_kernel(
         n, end, entry, block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
     )  # fmt: skip
     at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
-    codes, tail, scale = read_codes(at, 0, D // 64, D), read_tail(at, D), split_scales(scales, 0, D // 64)
+    codes, tail, scale = read_codes(at, D), read_tail(at, D), split_scales(scales, D)
     verdict = verdict_of(is_key, wrong, BLOCK_N)
 
     row = token.to(tl.int64) * H + h
@@ -111,7 +111,7 @@ def token_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)
     o = tl.zeros((D, BLOCK_H), tl.float32)
     for i in range(tl.cdiv(end, BLOCK_N)):
-        k = unpack_keys(codes, tail, scale, 0, BLOCK_N, D // 64, D)
+        k = unpack_keys(codes, tail, scale, BLOCK_N, D)
         once = tl.full((), 1, tl.int32)
         while once > 0:
             s = (tl.dot(k, q) + verdict[:, None]) * scale_log2e
@@ -121,7 +121,7 @@ def token_kernel(
                 n, end, next_entry, next_block, position, start, safe, ring, new, pool, num_blocks, WINDOW, ROWS, POOL
             )  # fmt: skip
             at, scales, wrong = settle(at, scale_at, is_key, wrong, own, D)
-            codes, tail, scale = read_codes(at, 0, D // 64, D), read_tail(at, D), split_scales(scales, 0, D // 64)
+            codes, tail, scale = read_codes(at, D), read_tail(at, D), split_scales(scales, D)
             verdict = verdict_of(is_key, wrong, BLOCK_N)
             next_entry = pick(n + BLOCK_N, end, token, selected_ptr, width, WINDOW, POOL, SELECTED)
             higher = tl.maximum(top, tl.max(s, 0))

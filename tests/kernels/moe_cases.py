@@ -83,7 +83,7 @@ def routing_fault(got: Routing, wanted: Routing) -> str:
     if not torch.equal(got.weight[at].nan_to_num(-1), weights.nan_to_num(-1)):
         return "weight of rows is not that of their choices"
     # By table a token may have experts of small scores only: there the logits' rounding, sums of 4,096 terms in another
-    # order, is the weights' (1e-5 of them and a little more, in some of 1,000 tokens on a GPU).
+    # order, is the weights' (on a GPU between 1e-5 and 4e-5 of them, in some of 1,000 tokens).
     if not torch.allclose(got.weights, wanted.weights, rtol=4e-5, atol=1e-7, equal_nan=True):
         return f"weights off by {(got.weights - wanted.weights).abs().max():.2e}"
     if got.is_sorted and not torch.equal(got.rank, wanted.rank):
