@@ -14,6 +14,7 @@ process may still write. A prefill worker that was declared dead and lives is as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -32,6 +33,7 @@ log = logging.getLogger("isthmus.router")
 
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 1.0
 TELL_DELAYS_S = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0)
+LAST_WORD_S, TICK_S = 1.0, 0.02
 
 
 class Registry:
@@ -104,7 +106,8 @@ class Registry:
         self._reconcile()
 
     async def remove(self, worker: Worker) -> None:
-        """Forget a worker. Requests that still depend on it go on elsewhere."""
+        """Forget a worker. Requests that still depend on it go on elsewhere, and it is told so if it can be."""
+        can_hear = worker.is_connected and not worker.is_lost
         watch = self._watches.pop(worker.url, None)
         if watch is not None:
             watch.cancel()
@@ -115,7 +118,19 @@ class Registry:
         self.pairs = [pair for pair in self.pairs if worker not in (pair.prefill, pair.decode)]
         log.info("%s worker %s is removed", worker.role, worker.url)
         self._reconcile()
+        if can_hear:
+            await self._say_what_ended(worker)
         await worker.client.close()
+
+    async def _say_what_ended(self, worker: Worker) -> None:
+        """Abort at a worker that was removed what goes on elsewhere: it would compute that to its end for nobody."""
+        until = time.monotonic() + LAST_WORD_S
+        while worker.inboxes and time.monotonic() < until:
+            await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TICK_S)  # those that have let go say what they owe
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._pay(worker)
 
     async def close(self) -> None:
         """End all watching and close every connection."""

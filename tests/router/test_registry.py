@@ -286,16 +286,15 @@ def test_what_runs_at_a_worker_that_is_removed_goes_on_elsewhere_with_the_same_t
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(cluster.post, "/v1/completions", fields) for _ in range(2)]
             cluster.wait(lambda: any(len(landed.outputs) > 3 for landed in fake.running.values()))
+            left = list(fake.running.values())
             control(cluster, "/workers/drain", {"url": fake.url})
             control(cluster, "/workers/remove", {"url": fake.url})
             whole: list[int] = []
             while len(whole) < 40:
                 whole.append(next_tokens(BODY["prompt"] + whole))
             assert [answer.result(20).json()["choices"][0]["token_ids"] for answer in answers] == [whole, whole]
-        # its own record of the request is nobody's any more
-        cluster.call(fake.running.clear)
-        cluster.call(fake.landings.clear)
-        cluster.call(fake.quarantine.clear)
+        cluster.wait(lambda: not fake.running)
+        assert all(len(landed.outputs) < 40 for landed in left)  # it was told, and computes for nobody
         cluster.assert_clean()
 
 
