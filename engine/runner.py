@@ -94,9 +94,9 @@ class ModelRunner:
             self._shard = Shard(self.group.index, self.group.count, by_expert)
         self.model_config = self._shard.of(self._whole_config)
         self.model_fingerprint = served_fingerprint(config)
-        # One of a group has the GPU of its number among those it sees, as all of them do.
+        # One of a group has named its GPU before, as NCCL wants it; ranks of one process may share one.
         is_one_of_many = config.device == "cuda" and self.group.count > 1
-        self.device = torch.device(config.device, self.group.index) if is_one_of_many else torch.device(config.device)
+        self.device = torch.device(config.device, torch.cuda.current_device() if is_one_of_many else None)
         layout = build_layout(
             self.model_config,
             block_tokens=config.block_size,
