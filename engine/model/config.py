@@ -20,6 +20,8 @@ CSA_RATIO = 4
 HCA_RATIO = 128
 SUPPORTED_RATIOS = (0, CSA_RATIO, HCA_RATIO)
 NVFP4_GROUP = 16
+WEIGHT_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 LayerKind = Literal["window", "csa", "hca"]
 StoredMatrices = Literal["float", "fp8"]
@@ -165,17 +167,22 @@ def shard_paths(folder: str | Path) -> list[Path]:
     Other safetensors files in the folder are none of our business. Raises ConfigError if a file is missing.
     """
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: has no weight_map")
-        names = sorted({str(name) for name in weight_map.values()})
+    names = sorted(set(weight_map(folder).values())) or [SINGLE_FILE]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ConfigError(f"{folder}: lacks {', '.join(missing[:5])} ({len(missing)} of {len(names)} weight files)")
     return [folder / name for name in names]
+
+
+def weight_map(folder: str | Path) -> dict[str, str]:
+    """Return which file holds each tensor as the index says, nothing without an index. Raises ConfigError."""
+    index = Path(folder) / WEIGHT_INDEX
+    if not index.exists():
+        return {}
+    found = _read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{index}: has no weight_map")
+    return {str(name): str(file) for name, file in found.items()}
 
 
 def model_fingerprint(folder: str | Path) -> str:
