@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,10 +38,9 @@ from engine.model.group import Alone, Group
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
-from engine.model.placement import move_to
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
-from engine.model.weights import load_weights
+from engine.model.weights import WeightLoader, WeightPart
 from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
 from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs
@@ -95,8 +94,9 @@ class ModelRunner:
         self.model_config = self._shard.of(self._whole_config)
         self.model_fingerprint = served_fingerprint(config)
         # One of a group has named its GPU before, as NCCL wants it; ranks of one process may share one.
-        is_one_of_many = config.device == "cuda" and self.group.count > 1
-        self.device = torch.device(config.device, torch.cuda.current_device() if is_one_of_many else None)
+        self.device = torch.device(config.device)
+        if config.device == "cuda" and self.group.count > 1:
+            self.device = torch.device(config.device, torch.cuda.current_device())
         layout = build_layout(
             self.model_config,
             block_tokens=config.block_size,
@@ -154,11 +154,11 @@ class ModelRunner:
         keeps = keeps_packed(self.device)
         dtype = DTYPES[self.config.dtype]
         if self.config.load_format == "synthetic":
-            tensors = synthetic_weights(
+            weights: dict[str, Tensor] | Iterator[WeightPart] = synthetic_weights(
                 self._whole_config, self._shard, dtype=dtype, device=self.device, keeps_packed=keeps, progress=progress
             )
         else:
-            loaded = load_weights(
+            weights = WeightLoader(
                 self.config.model,
                 self._whole_config,
                 dtype=dtype,
@@ -166,10 +166,14 @@ class ModelRunner:
                 keeps_packed=keeps,
                 shard=self._shard,
                 progress=progress,
-            )
-            tensors = dict(loaded.tensors)
-        model = DeepSeekV4(self.model_config, tensors, index_hadamard=self.config.uses_hadamard, group=self.group)
-        self._model = move_to(self.device, model)
+            ).parts()
+        self._model = DeepSeekV4(
+            self.model_config,
+            weights,
+            index_hadamard=self.config.uses_hadamard,
+            group=self.group,
+            device=self.device,
+        )
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
             self._grammars.warm()
         if self.config.role == "decode" and runs_decode_kernels(self.cache, self.device):

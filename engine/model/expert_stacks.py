@@ -27,7 +27,7 @@ from kernels.expert_weights import (
     nvfp4_from_mxfp4,
     pack_experts,
 )
-from kernels.quant import E2M1_MAX, dequantize_e2m1, ue8m0_to_scale
+from kernels.quant import dequantize_e2m1, ue8m0_to_scale
 
 PARTS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 
@@ -44,13 +44,6 @@ class FourBitMatrix:
     scales: Tensor
     factor: float = 1.0
 
-    @property
-    def bound(self) -> float:
-        """What no value of it exceeds: that of the largest code under the largest scale."""
-        if self.format == "mxfp4":
-            return E2M1_MAX * float(ue8m0_to_scale(self.scales.max()))
-        return E2M1_MAX * float((self.scales & 0x7F).max().view(torch.float8_e4m3fn)) * self.factor
-
     def dequantize(self) -> Tensor:
         """Return float32 [N, K]."""
         group = GROUP[self.format]
@@ -64,10 +57,6 @@ class FourBitMatrix:
             return self
         scales, factors = nvfp4_from_mxfp4(self.codes[None], self.scales[None], parts=1, name=name)
         return FourBitMatrix("nvfp4", self.codes, scales[0].view(torch.uint8), float(factors))
-
-    def to(self, device: torch.device) -> FourBitMatrix:
-        """Return the same on a device."""
-        return dataclasses.replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +113,7 @@ def size_problem(stack: str, config: DeepSeekV4Config, inner: InnerSlice) -> str
 
 
 class ExpertStacks:
-    """Takes one expert after another, in any order; `tensors` has what the model reads.
+    """Takes one expert after another, in any order, from the device; `take` gives what the model reads of a layer.
 
     A packed stack has three: `….codes`, `….scales`, `….factors` (see ExpertWeights); a dequantised one a single tensor,
     [E, 2I, H] or [E, H, I] in `dtype`.   packings: of each stack; one that is missing is dequantised without a reason.
@@ -142,7 +131,7 @@ class ExpertStacks:
     ) -> None:
         """held: experts that are kept, by number; None: all. Expert held[i] is number i of a stack."""
         self._held = range(config.n_routed_experts) if held is None else held
-        self.tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         self.dequantized = {stack: packing.reason for stack, packing in packings.items() if packing.format is None}
         self._formats = {stack: packing.format for stack, packing in packings.items() if packing.format is not None}
         self._config, self._inner, self._dtype, self._device = config, inner, dtype, device
@@ -157,6 +146,10 @@ class ExpertStacks:
     def is_packed(self, stack: str) -> bool:
         return stack in self._formats
 
+    def take(self, layer: int | None) -> dict[str, Tensor]:
+        """Return a layer's stacks by name, and forget them; nothing of None."""
+        return {name: self._tensors.pop(name) for name in list(self._tensors) if name.startswith(f"layers.{layer}.")}
+
     def put(self, name: str, found: Tensor | FourBitMatrix) -> None:
         """Take one matrix of one expert, this rank's slice of it."""
         place = split_name(name)
@@ -164,7 +157,7 @@ class ExpertStacks:
         stack, expert, matrix = place
         expert = self._held.index(expert)
         if isinstance(found, FourBitMatrix) and stack in self._formats:
-            self._put_packed(name, stack, expert, matrix, found.to(self._device))
+            self._put_packed(name, stack, expert, matrix, found)
         else:
             self._put_dequantized(stack, expert, matrix, found)
 
@@ -188,20 +181,20 @@ class ExpertStacks:
         self._packed.setdefault(stack, []).append(expert)
 
     def _stack(self, key: str, one: Tensor) -> Tensor:
-        if key not in self.tensors:
+        if key not in self._tensors:
             shape = (len(self._held), *one.shape)
-            self.tensors[key] = torch.empty(shape, dtype=one.dtype, device=self._device)
-        return self.tensors[key]
+            self._tensors[key] = torch.empty(shape, dtype=one.dtype, device=self._device)
+        return self._tensors[key]
 
     def _give_up(self, stack: str, reason: str) -> None:
         """Dequantise what has been packed of a stack: it holds a matrix that the kernels can't."""
         self.dequantized[stack] = reason
         format = self._formats.pop(stack)
         for expert in self._packed.pop(stack, []):
-            one = [self.tensors[f"{stack}.{field}"][expert, None] for field in ("codes", "scales", "factors")]
+            one = [self._tensors[f"{stack}.{field}"][expert, None] for field in ("codes", "scales", "factors")]
             self._whole(stack)[expert] = dequantize_experts(ExpertWeights(format, *one))[0].to(self._dtype)
         for field in ("codes", "scales", "factors"):
-            self.tensors.pop(f"{stack}.{field}", None)
+            self._tensors.pop(f"{stack}.{field}", None)
         for at, expert in [key for key in self._halves if key[0] == stack]:
             for matrix, found in self._halves.pop((at, expert)).items():
                 self._put_dequantized(stack, expert, matrix, found)
@@ -213,10 +206,10 @@ class ExpertStacks:
         place.copy_(found.dequantize() if isinstance(found, FourBitMatrix) else found)
 
     def _whole(self, stack: str) -> Tensor:
-        if stack not in self.tensors:
+        if stack not in self._tensors:
             shape = (len(self._held), *_shape(stack, self._config, self._inner))
-            self.tensors[stack] = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return self.tensors[stack]
+            self._tensors[stack] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return self._tensors[stack]
 
 
 def _shape(stack: str, config: DeepSeekV4Config, inner: InnerSlice) -> tuple[int, int]:
@@ -229,7 +222,7 @@ def _pack(parts: list[FourBitMatrix], format: Format, name: str) -> ExpertWeight
     """Return one expert's matrix packed. Raises ValueError where the kernels' numbers can't hold it."""
     if format == "nvfp4":
         parts = [part.as_nvfp4(name) for part in parts]
-    factors = torch.tensor([[part.factor for part in parts]], dtype=torch.float32, device=parts[0].codes.device)
+    factors = torch.tensor([[part.factor for part in parts]], dtype=torch.float32)  # to be looked at where they are
     return pack_experts(
         torch.cat([part.codes for part in parts])[None],
         torch.cat([part.scales for part in parts])[None],

@@ -10,6 +10,9 @@ A step is any mixture of sequences with any number of tokens each. What depends 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -18,15 +21,19 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.group import Alone, Group
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
+from engine.model.placement import move_to
+from engine.model.weights import WeightPart, split_parts
 from kernels.expert_parts import ExpertParts
 from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode
-from kernels.hyper_connection_decode import Mixed, mix, spread, spread_and_mix
+from kernels.hyper_connection_decode import Mixed, Mixer, mix, spread, spread_and_mix
 from kernels.ragged import DecodeBatch, RaggedBatch
 from kernels.triton_env import uses_triton
 
 HEAD_ROWS = 64  # at most, for the kernel; of more, such as a prompt whose every token is asked for, torch's product
 HEAD_WORDS = 1 << 14  # of the vocabulary, multiplied at once by torch
+
+_Part = TypeVar("_Part")
 
 
 class Layer:
@@ -65,23 +72,37 @@ class Layer:
 class DeepSeekV4:
     """The main model without draft blocks, in one compute dtype (that of the embedding).
 
-    config: of the part that this rank computes.   weights: as load_weights returns them; emptied.   index_hadamard:
-    rotate index queries and keys before rounding, where they are rounded at all.   group: ranks with the other parts.
+    config: of the part that this rank computes.   weights: as load_weights returns them, emptied; or the parts that a
+    WeightLoader yields, of which each is built and moved to `device` (None: left where it is) before the next is asked
+    for.   index_hadamard: rotate index queries and keys before rounding, where they are rounded at all.   group: ranks
+    with the other parts.
     """
 
     def __init__(
-        self, config: DeepSeekV4Config, weights: Weights, *, index_hadamard: bool, group: Group | None = None
+        self,
+        config: DeepSeekV4Config,
+        weights: Weights | Iterable[WeightPart],
+        *,
+        index_hadamard: bool,
+        group: Group | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.config, self.group = config, group or Alone()
-        self.embedding = weights.pop("embed.weight")
-        self.layers = [
-            Layer(weights, i, config, use_hadamard=index_hadamard, group=self.group)
-            for i in range(config.num_hidden_layers)
-        ]
-        self.head_mix = hyper_connection(weights, "hc_head", "norm", config)
-        self.head = narrow(weights.pop("head.weight"))
-        self.rotary = Rotary(config, self.embedding.device)
-        assert not weights, f"nobody took {sorted(weights)[:5]}"
+        layers: dict[int, Layer] = {}
+        for number, part in split_parts(weights) if isinstance(weights, dict) else weights:
+            if number is None:
+                self.embedding, self.head_mix, self.head = _move_to(device, self._ends(part))
+            else:
+                layer = Layer(part, number, config, use_hadamard=index_hadamard, group=self.group)
+                layers[number] = _move_to(device, layer)
+            assert not part, f"nobody took {sorted(part)[:5]}"
+        self.layers = [layers[number] for number in range(config.num_hidden_layers)]
+        self.rotary = _move_to(device, Rotary(config, torch.device("cpu") if device else self.embedding.device))
+
+    def _ends(self, weights: Weights) -> tuple[Tensor, Mixer, Tensor]:
+        """Take the embedding, what mixes streams before the head, and the head."""
+        mixer = hyper_connection(weights, "hc_head", "norm", self.config)
+        return weights.pop("embed.weight"), mixer, narrow(weights.pop("head.weight"))
 
     @property
     def uncapturable(self) -> str:
@@ -144,3 +165,8 @@ class DeepSeekV4:
             if after is not None:
                 mixed = spread_and_mix(y, mixed, after.attention_mix, sequence=sequence)
         return y, mixed
+
+
+def _move_to(device: torch.device | None, part: _Part) -> _Part:
+    moved: _Part = part if device is None else move_to(device, part)
+    return moved

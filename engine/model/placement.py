@@ -1,8 +1,8 @@
-"""move_to: a model's tensors onto its device, once it is built.
+"""move_to: the tensors of a part of the model onto its device, once it is built.
 
 Building joins matrices and narrows others. Done on the device it would leave holes where the parts have been, more than
 a gigabyte of a rank that no later tensor fits into; on the host those holes are nobody's loss, and what is moved lies
-side by side. Routed experts are on the device already and stay where they are.
+side by side. Routed experts, and the largest matrices, are on the device already and stay where they are.
 """
 
 from __future__ import annotations

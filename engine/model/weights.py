@@ -1,31 +1,41 @@
 """From safetensors to tensors the model can multiply: official names, checked, dequantised but for packed experts.
 
-tensor_specs.py is the table of what a checkpoint must hold; `load_weights` reads exactly that and refuses the rest:
-anything missing, unused, misshapen or not finite is listed by name before a worker serves. `mtp.*` (drafting) is
-read past. checkpoint.py knows how tensors are stored.
+tensor_specs.py is the table of what a checkpoint must hold; loading reads exactly that and refuses the rest: anything
+missing, unused, misshapen or not finite is listed by name before a worker serves. `mtp.*` (drafting) is read past.
+checkpoint.py knows how tensors are stored, stored_values.py what they then hold, lots.py how they are read.
 
 For decode kernels routed experts may stay in four bits (expert_stacks.py), and other matrices in e4m3. All else is
-dequantised in float32 and then cast to the compute dtype. A rank of a group keeps its part (shard.py) of what it reads:
-a tensor is checked whole, whoever needs which rows of it.
+dequantised in float32 and then cast to the compute dtype. A rank of a group keeps its part (shard.py) of what it reads.
+Of routed experts and of the largest matrices it reads no other rows; other tensors are checked whole, whoever needs
+which rows of them.
+
+Tensors come in parts, a layer at a time: a model that takes each as it comes (model.py) never has a second one in host
+memory. Experts and the largest matrices are written where they will stay, on the device.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import Checkpoint, UnusableTensor, WeightsError, refuse
+from engine.model.checkpoint import FLOATS, Checkpoint, WeightsError, refuse
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
+from engine.model.lots import LOT_BYTES, Lot, Piece, Unit, plan_lots, read_lots, staging_bytes
 from engine.model.shard import Shard, tiles_of
-from engine.model.tensor_specs import TensorSpec, tensor_specs
+from engine.model.stored_values import UnusableTensor, beside, read_e4m3, read_four_bits, read_values
+from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
+
+WeightPart = tuple[int | None, dict[str, Tensor]]
+_TELL_EVERY_S = 1.0
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +52,14 @@ class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
     dequantized: dict[str, str]
 
 
+class LoadStats(NamedTuple):
+    """read_bytes: of the files.   held_bytes: most that host memory held, of staging and of parts not yet complete."""
+
+    read_bytes: int
+    seconds: float
+    held_bytes: int
+
+
 def load_weights(
     folder: str | Path,
     config: DeepSeekV4Config,
@@ -52,64 +70,258 @@ def load_weights(
     shard: Shard | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LoadedWeights:
-    """Return the weights of a checkpoint folder. Raises WeightsError listing what is wrong with it.
+    """Return all weights of a checkpoint folder at once; see WeightLoader."""
+    loader = WeightLoader(
+        folder, config, dtype=dtype, device=device, keeps_packed=keeps_packed, shard=shard, progress=progress
+    )
+    tensors = {name: tensor for _, part in loader.parts() for name, tensor in part.items()}
+    return LoadedWeights(
+        tensors=tensors,
+        skipped=loader.skipped,
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        packed=loader.packed,
+        dequantized=loader.dequantized,
+    )
 
-    device: of the routed experts; all else is on the CPU.   keeps_packed: keep experts of four bits packed, as far as
-    possible, and other matrices of e4m3, whose float32 scales are `….scale`.   shard: of which part; None: the whole.
-    """
-    say, shard = progress or (lambda _: None), shard or Shard()
-    try:
-        inner = InnerSlice.of(config, *((0, 1) if shard.by_expert else (shard.index, shard.count)))
-        held = shard.experts(config)
-    except ValueError as problem:
-        raise WeightsError(f"{folder}: {problem}") from None
-    with contextlib.ExitStack() as stack:
-        checkpoint = Checkpoint(Path(folder), stack)
-        specs = tensor_specs(config)
-        checkpoint.check_headers(specs, config)
-        packings = checkpoint.packings(specs, config, inner) if keeps_packed else {}
-        tensors: dict[str, Tensor] = {}
-        experts = ExpertStacks(config, inner, packings, dtype=dtype, device=torch.device(device), held=held)
+
+class _Matrix(NamedTuple):
+    """A tensor that is no routed expert's, or some rows of it; to: rows of this rank's tensor, None for all."""
+
+    name: str
+    to: slice | None = None
+
+
+class _Expert(NamedTuple):
+    names: tuple[str, ...]
+
+
+class WeightLoader:
+    """Reads a checkpoint for one rank. skipped: as LoadedWeights has it, from the beginning; the others at the end."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: DeepSeekV4Config,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        keeps_packed: bool = False,
+        shard: Shard | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Read all headers. Raises WeightsError listing what is wrong with them, ConfigError for missing files.
+
+        device: of the routed experts and of matrices too large for one lot; all else is on the CPU.   keeps_packed:
+        keep experts of four bits packed, as far as possible, and other matrices of e4m3, whose float32 scales are
+        `….scale`.   shard: of which part; None: the whole.
+        """
+        self._config, self._dtype, self._device, self._keeps_packed = config, dtype, torch.device(device), keeps_packed
+        self._shard, self._say = shard or Shard(), progress or (lambda _: None)
+        self._specs = tensor_specs(config)
+        cut = (0, 1) if self._shard.by_expert else (self._shard.index, self._shard.count)
+        try:
+            self._inner, self._held = InnerSlice.of(config, *cut), self._shard.experts(config)
+        except ValueError as problem:
+            raise WeightsError(f"{folder}: {problem}") from None
+        self._checkpoint = Checkpoint(Path(folder))
+        self._checkpoint.check_headers(self._specs, config)
+        packings = self._checkpoint.packings(self._specs, config, self._inner) if keeps_packed else {}
+        self._experts = ExpertStacks(config, self._inner, packings, dtype=dtype, device=self._device, held=self._held)
+        self.skipped = tuple(sorted(name for name in self._checkpoint.where if name.startswith("mtp.")))
+        self.stats = LoadStats(0, 0.0, 0)
+
+    @property
+    def packed(self) -> dict[str, Format]:
+        return self._experts.formats
+
+    @property
+    def dequantized(self) -> dict[str, str]:
+        return self._experts.dequantized
+
+    def parts(self) -> Iterator[WeightPart]:
+        """Yield (layer, its tensors) as they become complete, None for what belongs to no layer; each once.
+
+        Raises WeightsError listing tensors with values that can't be served, once all have been read: none of their
+        parts comes, but others may have come before.
+        """
+        units = self._units()
+        left = collections.Counter(_part_of(unit) for unit in units)
+        lots = self._lots(units)
+        tensors: dict[int | None, dict[str, Tensor]] = {part: {} for part in left}
         problems: list[str] = []
-        for number, (file, names) in enumerate(checkpoint.by_shard(specs), 1):
-            say(f"weights: shard {number} of {checkpoint.num_shards}, {file}")
-            for name in names:
+        progress, staging, held, num_bytes = _Progress(lots, self._say), staging_bytes(lots), 0, 0
+        for lot, buffer in self._read(lots):
+            on_device = buffer
+            if any(self._goes_to_device(unit) for unit in lot.units):
+                on_device = buffer.to(self._device, non_blocking=True)
+            for unit in lot.units:
+                raw = lot.tensors(unit, on_device if self._goes_to_device(unit) else buffer, buffer)
+                part = _part_of(unit)
                 try:
-                    place, part = split_name(name), shard.cut(name, specs[name].shape)
-                    if place is not None and place[1] not in held:
-                        continue
-                    tiles = None
-                    if place is None and keeps_packed and checkpoint.is_e4m3(name, config):
-                        tiles = tiles_of(part, specs[name].shape)
-                    if tiles is not None:
-                        codes, scale = checkpoint.e4m3(name, specs[name], config)
-                        tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
-                    elif place is None:
-                        tensors[name] = _cast(checkpoint.read(name, specs[name], config)[part], specs[name], dtype)
-                    elif experts.is_packed(place[0]):
-                        experts.put(name, checkpoint.four_bits(name, inner.within(place[2])))
-                    else:
-                        experts.put(name, checkpoint.read(name, specs[name], config)[inner.within(place[2])])
+                    self._take(unit, raw, tensors[part])
                 except UnusableTensor as problem:
                     problems.append(str(problem))
-        refuse(folder, problems)
-        tensors |= experts.tensors
-        num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        skipped = tuple(sorted(n for n in checkpoint.where if n.startswith("mtp.")))
-        say(f"weights: {len(specs)} tensors, {num_bytes / 1e9:.3f} GB as {str(dtype).removeprefix('torch.')}")
-        kept = sum(tensor.dtype == torch.float8_e4m3fn for tensor in tensors.values())
-        if kept:
-            say(f"weights: {kept} other matrices stay in e4m3")
-        for line in _told(experts):
-            say(line)
-        if skipped:
-            say(f"weights: read past {len(skipped)} tensors of mtp.* (draft blocks are not used)")
-        return LoadedWeights(
-            tensors=tensors,
-            skipped=skipped,
-            num_bytes=num_bytes,
-            packed=experts.formats,
-            dequantized=experts.dequantized,
+                left[part] -= 1
+            held = max(held, sum(_host_bytes(each) for each in tensors.values()))
+            for part in [part for part, count in left.items() if not count]:
+                del left[part]
+                found = tensors.pop(part) | self._experts.take(part)
+                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+                if not problems:
+                    yield part, found
+            if self._device.type == "cuda":  # the buffer is overwritten from here on
+                torch.cuda.current_stream(self._device).synchronize()
+            progress.add(lot.num_bytes)
+        refuse(self._checkpoint.folder, problems)
+        self.stats = LoadStats(progress.done, progress.seconds, staging + held)
+        self._tell(num_bytes)
+
+    def _read(self, lots: list[Lot]) -> Iterator[tuple[Lot, Tensor]]:
+        try:
+            yield from read_lots(lots, self._checkpoint.files.paths, pins=self._device.type == "cuda")
+        except OSError as error:
+            raise WeightsError(f"{self._checkpoint.folder}: can't be read: {error}") from None
+
+    def _units(self) -> list[Unit]:
+        """Return what is to be read for this rank."""
+        units, experts = [], collections.defaultdict[tuple[str, int], list[str]](list)
+        for name, spec in self._specs.items():
+            place = split_name(name)
+            if place is not None:
+                if place[1] in self._held:
+                    experts[name.rpartition(".experts.")[0], place[1]].append(name)
+            elif self._is_large(name):
+                units += self._rows_of(name, spec.shape)
+            else:
+                units.append(Unit(_Matrix(name), self._pieces(name)))
+        for names in experts.values():
+            pieces = tuple(piece for name in names for piece in self._pieces(name))
+            units.append(Unit(_Expert(tuple(names)), pieces))
+        return units
+
+    def _lots(self, units: list[Unit]) -> list[Lot]:
+        """Return lots that go to the device, and others, in the files' order."""
+        kinds = [[unit for unit in units if self._goes_to_device(unit) is goes] for goes in (True, False)]
+        return sorted((lot for kind in kinds for lot in plan_lots(kind)), key=lambda lot: lot.reads[0][:2])
+
+    def _goes_to_device(self, unit: Unit) -> bool:
+        return isinstance(unit.key, _Expert) or unit.key.to is not None
+
+    def _is_large(self, name: str) -> bool:
+        """Return whether a matrix is read some rows at a time."""
+        dtype, shape = self._checkpoint.header(name)
+        return dtype in FLOATS and len(shape) == 2 and self._checkpoint.where[name].num_bytes > LOT_BYTES // 2
+
+    def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Unit]:
+        """Return units of rows of a large matrix: those that this rank needs."""
+        rows, stored = self._shard.cut(name, shape)[0], self._checkpoint.where[name]
+        first, last, _ = rows.indices(shape[0])
+        step = max(1, LOT_BYTES // 2 * shape[0] // stored.num_bytes)
+        return [
+            Unit(
+                _Matrix(name, slice(start - first, min(start + step, last) - first)),
+                (Piece.of(name, stored, slice(start, min(start + step, last))),),
+            )
+            for start in range(first, last, step)
+        ]
+
+    def _pieces(self, name: str) -> tuple[Piece, ...]:
+        """Return a weight and what lies beside it; of an expert in four bits the codes of this rank's rows only."""
+        place, where = split_name(name), self._checkpoint.where
+        rows = slice(None)
+        if place is not None and self._reads_four_bits(name):
+            rows = self._inner.within(place[2])[0]
+        first, *others = self._checkpoint.names_with(name)
+        return Piece.of(first, where[first], rows), *(Piece.of(other, where[other]) for other in others)
+
+    def _reads_four_bits(self, name: str) -> bool:
+        scale = self._checkpoint.where.get(beside(name, "scale"))
+        return self._checkpoint.four_bit_format(name) is not None and (scale is None or scale.dtype != "F32")
+
+    def _take(self, unit: Unit, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Put what a unit holds into `tensors`, or among the experts. Raises UnusableTensor."""
+        if isinstance(unit.key, _Expert):
+            for name in unit.key.names:
+                self._take_expert(name, raw)
+        elif unit.key.to is None:
+            self._take_matrix(unit.key.name, raw, tensors)
+        else:
+            self._take_rows(unit.key.name, unit.key.to, raw, tensors)
+
+    def _take_expert(self, name: str, raw: dict[str, Tensor]) -> None:
+        place = split_name(name)
+        assert place is not None
+        part, format = self._inner.within(place[2]), self._checkpoint.four_bit_format(name)
+        if format is not None and self._reads_four_bits(name):
+            self._experts.put(name, read_four_bits(name, format, raw, part))
+        else:
+            self._experts.put(name, read_values(name, self._specs[name], raw, self._config)[part])
+
+    def _take_matrix(self, name: str, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        spec = self._specs[name]
+        part = self._shard.cut(name, spec.shape)
+        tiles = (
+            tiles_of(part, spec.shape) if self._keeps_packed and self._checkpoint.is_e4m3(name, self._config) else None
+        )
+        if tiles is not None:
+            codes, scale = read_e4m3(name, spec, raw, self._config)
+            tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
+            return
+        values = read_values(name, spec, raw, self._config)[part]
+        tensors[name] = values.to(self._dtype_of(name), copy=True).contiguous()
+
+    def _take_rows(self, name: str, to: slice, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        values = read_values(name, self._specs[name], raw, self._config)
+        if name not in tensors:
+            rows = self._shard.cut(name, self._specs[name].shape)[0]
+            shape = (len(range(self._specs[name].shape[0])[rows]), *values.shape[1:])
+            tensors[name] = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
+        tensors[name][to] = values
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor which is not kept as it is stored is used in."""
+        kind = self._specs[name].kind
+        if kind == "float32" and self._is_large(name) and self._checkpoint.header(name)[0] == "BF16":
+            return torch.bfloat16  # the model would make it that (layers.narrow), after a copy of twice the size
+        return {"matrix": self._dtype, "float32": torch.float32, "ids": torch.int64}[kind]
+
+    def _tell(self, num_bytes: int) -> None:
+        """Say what was loaded and how, and which experts do not stay in four bits though they were to."""
+        say, read, dtype = self._say, self.stats, str(self._dtype).removeprefix("torch.")
+        say(
+            f"weights: {len(self._specs)} tensors, {num_bytes / 1e9:.3f} GB as {dtype}, "
+            f"{read.read_bytes / 1e9:.3f} GB read in {read.seconds:.1f} s"
+        )
+        for format, count in sorted(collections.Counter(self.packed.values()).items()):
+            say(f"weights: {count} matrices of experts stay in four bits ({format})")
+        if self.dequantized:
+            stack, reason = next(iter(self.dequantized.items()))
+            more = f" (and {len(self.dequantized) - 1} more)" if len(self.dequantized) > 1 else ""
+            say(f"weights: no decode kernels for {stack}{more}, its experts are dequantised: {reason}")
+        if self.skipped:
+            say(f"weights: read past {len(self.skipped)} tensors of mtp.* (draft blocks are not used)")
+
+
+class _Progress:
+    """Says about once a second how far reading is, how fast it goes and how long it will take."""
+
+    def __init__(self, lots: list[Lot], say: Callable[[str], None]) -> None:
+        self._total, self._say, self._began = sum(lot.num_bytes for lot in lots), say, time.monotonic()
+        self.done, self._told = 0, self._began
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        now = time.monotonic()
+        if now - self._told < _TELL_EVERY_S:
+            return
+        self._told, rate = now, self.done / self.seconds
+        self._say(
+            f"weights: {self.done / 1e9:.1f} of {self._total / 1e9:.1f} GB read, {rate / 1e9:.2f} GB/s, "
+            f"{(self._total - self.done) / rate:.0f} s left"
         )
 
 
@@ -118,19 +330,21 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + "scale"
 
 
-def _cast(tensor: Tensor, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-    """Return the part of a tensor in the dtype it is used in, contiguous; nothing of the whole is kept with it."""
-    wanted = {"matrix": dtype, "float32": torch.float32, "ids": torch.int64}[spec.kind]
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.to(wanted, copy=is_part).contiguous()
+def split_parts(tensors: dict[str, Tensor]) -> Iterator[WeightPart]:
+    """Yield loaded tensors as WeightLoader.parts does, emptying `tensors`."""
+    while tensors:
+        part = layer_of(next(iter(tensors)))
+        yield part, {name: tensors.pop(name) for name in list(tensors) if layer_of(name) == part}
 
 
-def _told(experts: ExpertStacks) -> Iterator[str]:
-    """Yield what to say about stacks that stay in four bits, and those that were to but do not."""
-    formats = collections.Counter(experts.formats.values())
-    for format, count in sorted(formats.items()):
-        yield f"weights: {count} matrices of experts stay in four bits ({format})"
-    if experts.dequantized:
-        stack, reason = next(iter(experts.dequantized.items()))
-        more = f" (and {len(experts.dequantized) - 1} more)" if len(experts.dequantized) > 1 else ""
-        yield f"weights: no decode kernels for {stack}{more}, its experts are dequantised: {reason}"
+def layer_of(name: str) -> int | None:
+    """Return the layer that a tensor belongs to, None for one that belongs to none."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else None
+
+
+def _part_of(unit: Unit) -> int | None:
+    return layer_of(unit.key.names[0] if isinstance(unit.key, _Expert) else unit.key.name)
+
+
+def _host_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.device.type == "cpu")

@@ -1,0 +1,138 @@
+"""What stored tensors hold: dequantised, or as codes and scales that were looked at. The forms: stored_forms.py.
+
+`raw` has tensors as a file has them, by name, those beside a quantised matrix too (lots.py). What is no number, or has
+a scale that can't be one, is UnusableTensor: zero, negative or subnormal scales are holes of an export, and 1/scale
+would overflow somewhere later. An NVFP4 checkpoint may have an `.input_scale` (F32) for each matrix, for kernels that
+round activations to four bits. Ours don't and never use it, but an export that has some that are no scales is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.model.config import DeepSeekV4Config
+from engine.model.expert_stacks import FourBitMatrix
+from engine.model.tensor_specs import TensorSpec
+from kernels.expert_weights import GROUP, Format
+from kernels.quant import E2M1_MAX, dequantize_block_fp8, dequantize_e2m1, ue8m0_to_scale
+
+Raw = Mapping[str, Tensor]
+Part = tuple[slice, slice]
+
+_AGAIN = "export the checkpoint again, or take a published one"
+_FLOAT32 = torch.finfo(torch.float32)
+_E4M3_NAN = 0x7F  # of its seven bits without the sign
+
+
+class UnusableTensor(Exception):
+    """A tensor whose values can't be served. The text names it and says what is wrong and what to do."""
+
+
+def beside(name: str, suffix: str) -> str:
+    """Return the name of what lies beside a weight."""
+    return f"{name.removesuffix('.weight')}.{suffix}"
+
+
+def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> Tensor:
+    """Return a tensor dequantised to float32, or as int64 ids; not of four bits with scales in bytes (read_four_bits).
+
+    Raises UnusableTensor.
+    """
+    tensor = raw[name]
+    if spec.kind == "ids":
+        return _checked_ids(name, tensor.to(torch.int64), config)
+    scale = raw.get(beside(name, "scale"))
+    if scale is None:
+        values = tensor.float()
+    elif tensor.dtype == torch.float8_e4m3fn:
+        values = dequantize_block_fp8(tensor, _checked_scale(scale), config.weight_block_size)
+    else:
+        values = dequantize_e2m1(tensor, _checked_scale(scale), GROUP["mxfp4"])
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        raise UnusableTensor(_not_finite(name, bad, values.numel()))
+    return values
+
+
+def read_e4m3(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes as they are and float32 scales, one for each tile. Raises UnusableTensor."""
+    codes, scale = raw[name], _checked_scale(raw[beside(name, "scale")])
+    is_fine = bool((scale <= _FLOAT32.max / torch.finfo(codes.dtype).max).all())  # false for NaN
+    if not is_fine or bool((codes.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN).any()):
+        read_values(name, spec, raw, config)  # names what is wrong, if it is
+    return codes, scale
+
+
+def read_four_bits(name: str, format: Format, raw: Raw, part: Part) -> FourBitMatrix:
+    """Return some rows and columns of a matrix as its codes, columns cut at groups. Raises UnusableTensor.
+
+    raw: the codes of these rows, all scales.   part: rows and columns, of the whole matrix.
+    """
+    rows, columns = part
+    key = beside(name, "weight_scale" if format == "nvfp4" else "scale")
+    codes, scales = raw[name].view(torch.uint8)[:, _in_units(columns, 2)], raw[key].view(torch.uint8)
+    whole, scales = scales, scales[rows, _in_units(columns, GROUP[format])].contiguous()
+    codes = codes.contiguous()
+    if format == "mxfp4":  # the smallest byte is subnormal, the largest NaN
+        bad, top = torch.stack([((scales == 0) | (scales == 255)).sum(), scales.max()]).tolist()  # one wait for a GPU
+        if bad:
+            raise UnusableTensor(_not_finite(name, bad * GROUP[format], 2 * codes.numel()))
+        return _finite(name, FourBitMatrix(format, codes, scales), E2M1_MAX * 2.0 ** (top - 127))
+    low = scales & _E4M3_NAN
+    found = [((low == _E4M3_NAN) | (scales > 0x80)).sum(), low.max(), (codes & 0x77 != 0).any()]
+    bad, top, has_values = torch.stack([each.long() for each in found]).tolist()
+    if bad:
+        raise UnusableTensor(f"{key}: {bad} of {scales.numel()} scales are NaN or negative; {_AGAIN}")
+    # Of the whole matrix, when it comes to that: a part of it may be all zeros.
+    if not top and has_values and not bool((whole & _E4M3_NAN).any()):
+        raise UnusableTensor(f"{key}: all scales are 0 though the codes are not; {_AGAIN}")
+    if beside(name, "input_scale") in raw:
+        _factor(beside(name, "input_scale"), raw)
+    factor = _factor(beside(name, "weight_scale_2"), raw)
+    largest = float(torch.tensor(top, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    return _finite(name, FourBitMatrix(format, codes, scales, factor), E2M1_MAX * largest * factor)
+
+
+def _in_units(columns: slice, size: int) -> slice:
+    """Return columns given as channels, of which `size` share an element."""
+    return slice(*(None if at is None else at // size for at in (columns.start, columns.stop)))
+
+
+def _checked_scale(scale: Tensor) -> Tensor:
+    """Return scales as float32, NaN for what is none."""
+    scale = scale if scale.dtype == torch.float32 else ue8m0_to_scale(scale.view(torch.uint8))
+    return scale.masked_fill(~(scale >= _FLOAT32.tiny), float("nan"))
+
+
+def _checked_ids(name: str, ids: Tensor, config: DeepSeekV4Config) -> Tensor:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= config.n_routed_experts:
+        raise UnusableTensor(f"{name}: expert ids {low}..{high}, wanted 0..{config.n_routed_experts - 1}")
+    return ids
+
+
+def _factor(name: str, raw: Raw) -> float:
+    """Return a scalar scale. Raises UnusableTensor for a value with which dividing would go wrong somewhere."""
+    value = float(raw[name])
+    if _FLOAT32.tiny <= value <= _FLOAT32.max:
+        return value
+    raise UnusableTensor(
+        f"{name}: is {value:g}, wanted a positive number of which float32 holds the inverse (calibration may never "
+        f"have reached this expert); {_AGAIN}"
+    )
+
+
+def _finite(name: str, matrix: FourBitMatrix, bound: float) -> FourBitMatrix:
+    """Return the matrix, none of whose values exceeds bound. Raises UnusableTensor if float32 does not hold them."""
+    if bound > _FLOAT32.max:
+        bad = int((~matrix.dequantize().isfinite()).sum())
+        if bad:
+            raise UnusableTensor(_not_finite(name, bad, 2 * matrix.codes.numel()))
+    return matrix
+
+
+def _not_finite(name: str, bad: int, values: int) -> str:
+    return f"{name}: {bad} of {values} values are NaN or infinite, or have an unusable scale"
