@@ -28,7 +28,7 @@ from engine.flags import ConfigError, parse_flags
 from engine.model.config import WEIGHT_INDEX
 from engine.model.shard_files import DTYPE_BITS
 
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 2 << 20  # larger ones cost page faults
 _TELL_EVERY_S = 1.0
 _SLACK_BYTES = 1 << 20
 _DESCRIPTION = """\
