@@ -38,9 +38,10 @@ from engine.model.group import Alone, Group
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
+from engine.model.parts import WeightPart
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
-from engine.model.weights import WeightLoader, WeightPart
+from engine.model.weights import WeightLoader
 from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
 from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs

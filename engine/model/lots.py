@@ -26,6 +26,7 @@ from torch import Tensor
 from engine.model.shard_files import DTYPE_BITS, StoredTensor
 
 LOT_BYTES = 64 << 20
+LARGE_BYTES = LOT_BYTES // 2  # a tensor of more had better be read some rows at a time
 THREADS = 8
 BUFFERS = THREADS + 2  # one is being copied from while others are read into
 _GAP_BYTES = 64 << 10  # read rather than skipped
@@ -56,9 +57,11 @@ class Piece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """key: what its reader knows it by."""
+    """key: what its reader knows it by.   part: layer it belongs to, None: to none.   on_device: wanted there."""
 
     key: Any
+    part: int | None
+    on_device: bool
     pieces: tuple[Piece, ...]
 
     @property
@@ -83,12 +86,12 @@ class Lot(NamedTuple):
         return {piece.name: _view(source, self.places[piece], piece.stored) for piece, source in sources.items()}
 
 
-def plan_lots(units: Iterable[Unit], *, lot_bytes: int = LOT_BYTES) -> list[Lot]:
+def plan_lots(units: Iterable[Unit]) -> list[Lot]:
     """Return the lots of units, in the order of the files and of what lies in them."""
     lots: list[list[Unit]] = []
     size = 0
     for unit in sorted(units, key=lambda unit: _place(unit.pieces[0])):
-        if not lots or size + unit.num_bytes > lot_bytes:
+        if not lots or size + unit.num_bytes > LOT_BYTES:
             lots.append([])
             size = 0
         lots[-1].append(unit)

@@ -21,8 +21,8 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.group import Alone, Group
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
+from engine.model.parts import WeightPart, split_parts
 from engine.model.placement import move_to
-from engine.model.weights import WeightPart, split_parts
 from kernels.expert_parts import ExpertParts
 from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode

@@ -16,26 +16,22 @@ memory. Experts and the largest matrices are written where they will stay, on th
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engine.model.checkpoint import FLOATS, Checkpoint, WeightsError, refuse
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
-from engine.model.lots import LOT_BYTES, Lot, Piece, Unit, plan_lots, read_lots, staging_bytes
-from engine.model.shard import Shard, tiles_of
+from engine.model.lots import LARGE_BYTES, Piece, Unit
+from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
+from engine.model.shard import Shard, cut_shape, tiles_of
 from engine.model.stored_values import UnusableTensor, beside, read_e4m3, read_four_bits, read_values
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
-
-WeightPart = tuple[int | None, dict[str, Tensor]]
-_TELL_EVERY_S = 1.0
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,19 +41,11 @@ class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
     matrices that stay in four bits, by stack.   dequantized: why others do not, where packing was asked for.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Tensors
     skipped: tuple[str, ...]
     num_bytes: int
     packed: dict[str, Format]
     dequantized: dict[str, str]
-
-
-class LoadStats(NamedTuple):
-    """read_bytes: of the files.   held_bytes: most that host memory held, of staging and of parts not yet complete."""
-
-    read_bytes: int
-    seconds: float
-    held_bytes: int
 
 
 def load_weights(
@@ -144,43 +132,27 @@ class WeightLoader:
         Raises WeightsError listing tensors with values that can't be served, once all have been read: none of their
         parts comes, but others may have come before.
         """
-        units = self._units()
-        left = collections.Counter(_part_of(unit) for unit in units)
-        lots = self._lots(units)
-        tensors: dict[int | None, dict[str, Tensor]] = {part: {} for part in left}
+        reader = PartReader(self._units(), self._checkpoint.files.paths, device=self._device, say=self._say)
         problems: list[str] = []
-        progress, staging, held, num_bytes = _Progress(lots, self._say), staging_bytes(lots), 0, 0
-        for lot, buffer in self._read(lots):
-            on_device = buffer
-            if any(self._goes_to_device(unit) for unit in lot.units):
-                on_device = buffer.to(self._device, non_blocking=True)
-            for unit in lot.units:
-                raw = lot.tensors(unit, on_device if self._goes_to_device(unit) else buffer, buffer)
-                part = _part_of(unit)
-                try:
-                    self._take(unit, raw, tensors[part])
-                except UnusableTensor as problem:
-                    problems.append(str(problem))
-                left[part] -= 1
-            held = max(held, sum(_host_bytes(each) for each in tensors.values()))
-            for part in [part for part, count in left.items() if not count]:
-                del left[part]
-                found = tensors.pop(part) | self._experts.take(part)
-                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-                if not problems:
-                    yield part, found
-            if self._device.type == "cuda":  # the buffer is overwritten from here on
-                torch.cuda.current_stream(self._device).synchronize()
-            progress.add(lot.num_bytes)
-        refuse(self._checkpoint.folder, problems)
-        self.stats = LoadStats(progress.done, progress.seconds, staging + held)
-        self._tell(num_bytes)
 
-    def _read(self, lots: list[Lot]) -> Iterator[tuple[Lot, Tensor]]:
+        def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
+            try:
+                self._take(unit, raw, tensors)
+            except UnusableTensor as problem:
+                problems.append(str(problem))
+
+        num_bytes = 0
         try:
-            yield from read_lots(lots, self._checkpoint.files.paths, pins=self._device.type == "cuda")
+            for part, tensors in reader.parts(take):
+                tensors |= self._experts.take(part)
+                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+                if not problems:
+                    yield part, tensors
         except OSError as error:
             raise WeightsError(f"{self._checkpoint.folder}: can't be read: {error}") from None
+        refuse(self._checkpoint.folder, problems)
+        self.stats = reader.stats
+        self._tell(num_bytes)
 
     def _units(self) -> list[Unit]:
         """Return what is to be read for this rank."""
@@ -193,33 +165,27 @@ class WeightLoader:
             elif self._is_large(name):
                 units += self._rows_of(name, spec.shape)
             else:
-                units.append(Unit(_Matrix(name), self._pieces(name)))
+                units.append(Unit(_Matrix(name), layer_of(name), False, self._pieces(name)))
         for names in experts.values():
             pieces = tuple(piece for name in names for piece in self._pieces(name))
-            units.append(Unit(_Expert(tuple(names)), pieces))
+            units.append(Unit(_Expert(tuple(names)), layer_of(names[0]), True, pieces))
         return units
-
-    def _lots(self, units: list[Unit]) -> list[Lot]:
-        """Return lots that go to the device, and others, in the files' order."""
-        kinds = [[unit for unit in units if self._goes_to_device(unit) is goes] for goes in (True, False)]
-        return sorted((lot for kind in kinds for lot in plan_lots(kind)), key=lambda lot: lot.reads[0][:2])
-
-    def _goes_to_device(self, unit: Unit) -> bool:
-        return isinstance(unit.key, _Expert) or unit.key.to is not None
 
     def _is_large(self, name: str) -> bool:
         """Return whether a matrix is read some rows at a time."""
         dtype, shape = self._checkpoint.header(name)
-        return dtype in FLOATS and len(shape) == 2 and self._checkpoint.where[name].num_bytes > LOT_BYTES // 2
+        return dtype in FLOATS and len(shape) == 2 and self._checkpoint.where[name].num_bytes > LARGE_BYTES
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Unit]:
         """Return units of rows of a large matrix: those that this rank needs."""
         rows, stored = self._shard.cut(name, shape)[0], self._checkpoint.where[name]
         first, last, _ = rows.indices(shape[0])
-        step = max(1, LOT_BYTES // 2 * shape[0] // stored.num_bytes)
+        step = max(1, LARGE_BYTES * shape[0] // stored.num_bytes)
         return [
             Unit(
                 _Matrix(name, slice(start - first, min(start + step, last) - first)),
+                layer_of(name),
+                True,
                 (Piece.of(name, stored, slice(start, min(start + step, last))),),
             )
             for start in range(first, last, step)
@@ -238,7 +204,7 @@ class WeightLoader:
         scale = self._checkpoint.where.get(beside(name, "scale"))
         return self._checkpoint.four_bit_format(name) is not None and (scale is None or scale.dtype != "F32")
 
-    def _take(self, unit: Unit, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def _take(self, unit: Unit, raw: Tensors, tensors: Tensors) -> None:
         """Put what a unit holds into `tensors`, or among the experts. Raises UnusableTensor."""
         if isinstance(unit.key, _Expert):
             for name in unit.key.names:
@@ -248,7 +214,7 @@ class WeightLoader:
         else:
             self._take_rows(unit.key.name, unit.key.to, raw, tensors)
 
-    def _take_expert(self, name: str, raw: dict[str, Tensor]) -> None:
+    def _take_expert(self, name: str, raw: Tensors) -> None:
         place = split_name(name)
         assert place is not None
         part, format = self._inner.within(place[2]), self._checkpoint.four_bit_format(name)
@@ -257,12 +223,11 @@ class WeightLoader:
         else:
             self._experts.put(name, read_values(name, self._specs[name], raw, self._config)[part])
 
-    def _take_matrix(self, name: str, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def _take_matrix(self, name: str, raw: Tensors, tensors: Tensors) -> None:
         spec = self._specs[name]
         part = self._shard.cut(name, spec.shape)
-        tiles = (
-            tiles_of(part, spec.shape) if self._keeps_packed and self._checkpoint.is_e4m3(name, self._config) else None
-        )
+        keeps = self._keeps_packed and self._checkpoint.is_e4m3(name, self._config)
+        tiles = tiles_of(part, spec.shape) if keeps else None
         if tiles is not None:
             codes, scale = read_e4m3(name, spec, raw, self._config)
             tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
@@ -270,13 +235,12 @@ class WeightLoader:
         values = read_values(name, spec, raw, self._config)[part]
         tensors[name] = values.to(self._dtype_of(name), copy=True).contiguous()
 
-    def _take_rows(self, name: str, to: slice, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        values = read_values(name, self._specs[name], raw, self._config)
+    def _take_rows(self, name: str, to: slice, raw: Tensors, tensors: Tensors) -> None:
+        spec = self._specs[name]
+        part = self._shard.cut(name, spec.shape)
         if name not in tensors:
-            rows = self._shard.cut(name, self._specs[name].shape)[0]
-            shape = (len(range(self._specs[name].shape[0])[rows]), *values.shape[1:])
-            tensors[name] = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
-        tensors[name][to] = values
+            tensors[name] = torch.empty(cut_shape(spec.shape, part), dtype=self._dtype_of(name), device=self._device)
+        tensors[name][to] = read_values(name, spec, raw, self._config)[:, part[1]]
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor which is not kept as it is stored is used in."""
@@ -302,49 +266,6 @@ class WeightLoader:
             say(f"weights: read past {len(self.skipped)} tensors of mtp.* (draft blocks are not used)")
 
 
-class _Progress:
-    """Says about once a second how far reading is, how fast it goes and how long it will take."""
-
-    def __init__(self, lots: list[Lot], say: Callable[[str], None]) -> None:
-        self._total, self._say, self._began = sum(lot.num_bytes for lot in lots), say, time.monotonic()
-        self.done, self._told = 0, self._began
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        now = time.monotonic()
-        if now - self._told < _TELL_EVERY_S:
-            return
-        self._told, rate = now, self.done / self.seconds
-        self._say(
-            f"weights: {self.done / 1e9:.1f} of {self._total / 1e9:.1f} GB read, {rate / 1e9:.2f} GB/s, "
-            f"{(self._total - self.done) / rate:.0f} s left"
-        )
-
-
 def scale_name(name: str) -> str:
     """Return what the scales of a matrix `….weight` are called among loaded tensors."""
     return name.removesuffix("weight") + "scale"
-
-
-def split_parts(tensors: dict[str, Tensor]) -> Iterator[WeightPart]:
-    """Yield loaded tensors as WeightLoader.parts does, emptying `tensors`."""
-    while tensors:
-        part = layer_of(next(iter(tensors)))
-        yield part, {name: tensors.pop(name) for name in list(tensors) if layer_of(name) == part}
-
-
-def layer_of(name: str) -> int | None:
-    """Return the layer that a tensor belongs to, None for one that belongs to none."""
-    return int(name.split(".")[1]) if name.startswith("layers.") else None
-
-
-def _part_of(unit: Unit) -> int | None:
-    return layer_of(unit.key.names[0] if isinstance(unit.key, _Expert) else unit.key.name)
-
-
-def _host_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.device.type == "cpu")
