@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import FourBitMatrix
+from engine.model.stored_forms import beside
 from engine.model.tensor_specs import TensorSpec
 from kernels.expert_weights import GROUP, Format
 from kernels.quant import E2M1_MAX, dequantize_block_fp8, dequantize_e2m1, ue8m0_to_scale
@@ -29,11 +30,6 @@ _E4M3_NAN = 0x7F  # of its seven bits without the sign
 
 class UnusableTensor(Exception):
     """A tensor whose values can't be served. The text names it and says what is wrong and what to do."""
-
-
-def beside(name: str, suffix: str) -> str:
-    """Return the name of what lies beside a weight."""
-    return f"{name.removesuffix('.weight')}.{suffix}"
 
 
 def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> Tensor:

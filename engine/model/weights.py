@@ -2,7 +2,7 @@
 
 tensor_specs.py is the table of what a checkpoint must hold; loading reads exactly that and refuses the rest: anything
 missing, unused, misshapen or not finite is listed by name before a worker serves. `mtp.*` (drafting) is read past.
-checkpoint.py knows how tensors are stored, stored_values.py what they then hold, lots.py how they are read.
+stored_forms.py knows how tensors are stored, stored_values.py what they then hold, lots.py how they are read.
 
 For decode kernels routed experts may stay in four bits (expert_stacks.py), and other matrices in e4m3. All else is
 dequantised in float32 and then cast to the compute dtype. A rank of a group keeps its part (shard.py) of what it reads.
@@ -23,13 +23,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from engine.model.checkpoint import FLOATS, Checkpoint, WeightsError, refuse
+from engine.model.checkpoint import WeightsError, open_checkpoint, packings, refuse
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
 from engine.model.lots import LARGE_BYTES, Piece, Unit
 from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
-from engine.model.shard import Shard, cut_shape, tiles_of
-from engine.model.stored_values import UnusableTensor, beside, read_e4m3, read_four_bits, read_values
+from engine.model.shard import TILE, Shard, cut_shape, tiles_of
+from engine.model.stored_forms import DRAFT, FLOATS, beside, four_bits_of, names_with
+from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_values
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
 
@@ -111,11 +112,11 @@ class WeightLoader:
             self._inner, self._held = InnerSlice.of(config, *cut), self._shard.experts(config)
         except ValueError as problem:
             raise WeightsError(f"{folder}: {problem}") from None
-        self._checkpoint = Checkpoint(Path(folder))
-        self._checkpoint.check_headers(self._specs, config)
-        packings = self._checkpoint.packings(self._specs, config, self._inner) if keeps_packed else {}
-        self._experts = ExpertStacks(config, self._inner, packings, dtype=dtype, device=self._device, held=self._held)
-        self.skipped = tuple(sorted(name for name in self._checkpoint.where if name.startswith("mtp.")))
+        self._files = open_checkpoint(Path(folder), self._specs, config)
+        self._stored = self._files.tensors
+        kept = packings(self._stored, self._specs, config, self._inner) if keeps_packed else {}
+        self._experts = ExpertStacks(config, self._inner, kept, dtype=dtype, device=self._device, held=self._held)
+        self.skipped = tuple(sorted(name for name in self._stored if name.startswith(DRAFT)))
         self.stats = LoadStats(0, 0.0, 0)
 
     @property
@@ -132,7 +133,7 @@ class WeightLoader:
         Raises WeightsError listing tensors with values that can't be served, once all have been read: none of their
         parts comes, but others may have come before.
         """
-        reader = PartReader(self._units(), self._checkpoint.files.paths, device=self._device, say=self._say)
+        reader = PartReader(self._units(), self._files.paths, device=self._device, say=self._say)
         problems: list[str] = []
 
         def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
@@ -149,8 +150,8 @@ class WeightLoader:
                 if not problems:
                     yield part, tensors
         except OSError as error:
-            raise WeightsError(f"{self._checkpoint.folder}: can't be read: {error}") from None
-        refuse(self._checkpoint.folder, problems)
+            raise WeightsError(f"{self._files.folder}: can't be read: {error}") from None
+        refuse(self._files.folder, problems)
         self.stats = reader.stats
         self._tell(num_bytes)
 
@@ -173,12 +174,12 @@ class WeightLoader:
 
     def _is_large(self, name: str) -> bool:
         """Return whether a matrix is read some rows at a time."""
-        dtype, shape = self._checkpoint.header(name)
-        return dtype in FLOATS and len(shape) == 2 and self._checkpoint.where[name].num_bytes > LARGE_BYTES
+        stored = self._stored[name]
+        return stored.dtype in FLOATS and len(stored.shape) == 2 and stored.num_bytes > LARGE_BYTES
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Unit]:
         """Return units of rows of a large matrix: those that this rank needs."""
-        rows, stored = self._shard.cut(name, shape)[0], self._checkpoint.where[name]
+        rows, stored = self._shard.cut(name, shape)[0], self._stored[name]
         first, last, _ = rows.indices(shape[0])
         step = max(1, LARGE_BYTES * shape[0] // stored.num_bytes)
         return [
@@ -193,16 +194,15 @@ class WeightLoader:
 
     def _pieces(self, name: str) -> tuple[Piece, ...]:
         """Return a weight and what lies beside it; of an expert in four bits the codes of this rank's rows only."""
-        place, where = split_name(name), self._checkpoint.where
-        rows = slice(None)
+        place, rows = split_name(name), slice(None)
         if place is not None and self._reads_four_bits(name):
             rows = self._inner.within(place[2])[0]
-        first, *others = self._checkpoint.names_with(name)
-        return Piece.of(first, where[first], rows), *(Piece.of(other, where[other]) for other in others)
+        first, *others = names_with(self._stored, name)
+        return Piece.of(first, self._stored[first], rows), *(Piece.of(other, self._stored[other]) for other in others)
 
     def _reads_four_bits(self, name: str) -> bool:
-        scale = self._checkpoint.where.get(beside(name, "scale"))
-        return self._checkpoint.four_bit_format(name) is not None and (scale is None or scale.dtype != "F32")
+        scale = self._stored.get(beside(name, "scale"))
+        return four_bits_of(self._stored, name) is not None and (scale is None or scale.dtype != "F32")
 
     def _take(self, unit: Unit, raw: Tensors, tensors: Tensors) -> None:
         """Put what a unit holds into `tensors`, or among the experts. Raises UnusableTensor."""
@@ -217,7 +217,7 @@ class WeightLoader:
     def _take_expert(self, name: str, raw: Tensors) -> None:
         place = split_name(name)
         assert place is not None
-        part, format = self._inner.within(place[2]), self._checkpoint.four_bit_format(name)
+        part, format = self._inner.within(place[2]), four_bits_of(self._stored, name)
         if format is not None and self._reads_four_bits(name):
             self._experts.put(name, read_four_bits(name, format, raw, part))
         else:
@@ -226,7 +226,8 @@ class WeightLoader:
     def _take_matrix(self, name: str, raw: Tensors, tensors: Tensors) -> None:
         spec = self._specs[name]
         part = self._shard.cut(name, spec.shape)
-        keeps = self._keeps_packed and self._checkpoint.is_e4m3(name, self._config)
+        has_tiles = tuple(self._config.weight_block_size) == (TILE, TILE)
+        keeps = self._keeps_packed and self._stored[name].dtype == "F8_E4M3" and has_tiles
         tiles = tiles_of(part, spec.shape) if keeps else None
         if tiles is not None:
             codes, scale = read_e4m3(name, spec, raw, self._config)
@@ -245,7 +246,7 @@ class WeightLoader:
     def _dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor which is not kept as it is stored is used in."""
         kind = self._specs[name].kind
-        if kind == "float32" and self._is_large(name) and self._checkpoint.header(name)[0] == "BF16":
+        if kind == "float32" and self._is_large(name) and self._stored[name].dtype == "BF16":
             return torch.bfloat16  # the model would make it that (layers.narrow), after a copy of twice the size
         return {"matrix": self._dtype, "float32": torch.float32, "ids": torch.int64}[kind]
 
