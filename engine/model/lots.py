@@ -104,7 +104,7 @@ def read_lots(lots: list[Lot], paths: Mapping[str, Path], *, pins: bool) -> Iter
 
     Raises OSError that names the file, for one that can't be read or has become shorter.
     """
-    buffer_bytes = staging_bytes(lots) // BUFFERS
+    buffer_bytes = _buffer_bytes(lots)
     upcoming, free, made = collections.deque(lots), list[Tensor](), 0
     waiting: collections.deque[tuple[Lot, Tensor, Tensor, concurrent.futures.Future[None]]] = collections.deque()
     with contextlib.ExitStack() as opened, concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -130,7 +130,12 @@ def read_lots(lots: list[Lot], paths: Mapping[str, Path], *, pins: bool) -> Iter
 
 def staging_bytes(lots: list[Lot]) -> int:
     """Return what the buffers take that read_lots needs for lots."""
-    return BUFFERS * min(max((lot.num_bytes for lot in lots), default=0), LOT_BYTES + LOT_BYTES // 8)
+    return min(BUFFERS, len(lots)) * _buffer_bytes(lots)
+
+
+def _buffer_bytes(lots: list[Lot]) -> int:
+    """Return the size of the largest lot, but for those that a single unit makes larger: they get memory of their own."""
+    return min(max((lot.num_bytes for lot in lots), default=0), LOT_BYTES + LOT_BYTES // 8)
 
 
 def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, Path]) -> None:

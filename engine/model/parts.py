@@ -41,19 +41,21 @@ class PartReader:
         self._units, self._paths, self._device, self._say = units, paths, device, say
         self.stats = LoadStats(0, 0.0, 0)
 
-    def parts(self, take: Take) -> Iterator[WeightPart]:
+    def parts(self, take: Take, *, on_device: bool = True) -> Iterator[WeightPart]:
         """Yield (part, its tensors), each part once, when `take` has had its last unit.
 
         take(unit, raw, tensors) puts what a unit holds into its part's tensors. raw: by name, as stored, views of
-        memory that is overwritten later; those of one element lie on the host. Raises OSError that names a file.
+        memory that is overwritten later; those of one element lie on the host. on_device: whether bytes are brought
+        there at all; not to only read files. Raises OSError that names a file.
         """
         left = collections.Counter(unit.part for unit in self._units)
         tensors: dict[int | None, Tensors] = {part: {} for part in left}
-        kinds = [[unit for unit in self._units if unit.on_device is on_device] for on_device in (True, False)]
+        kinds = [[unit for unit in self._units if unit.on_device is goes] for goes in (True, False)]
         lots = sorted((lot for kind in kinds for lot in plan_lots(kind)), key=lambda lot: lot.reads[0][:2])
         progress, held = _Progress(sum(lot.num_bytes for lot in lots), self._say), 0
         for lot, buffer in read_lots(lots, self._paths, pins=self._device.type == "cuda"):
-            source = buffer.to(self._device, non_blocking=True) if lot.units[0].on_device else buffer
+            is_wanted = on_device and lot.units[0].on_device
+            source = buffer.to(self._device, non_blocking=True) if is_wanted else buffer
             for unit in lot.units:
                 take(unit, lot.tensors(unit, source, buffer), tensors[unit.part])
                 left[unit.part] -= 1

@@ -133,7 +133,7 @@ class WeightLoader:
         Raises WeightsError listing tensors with values that can't be served, once all have been read: none of their
         parts comes, but others may have come before.
         """
-        reader = PartReader(self._units(), self._files.paths, device=self._device, say=self._say)
+        reader = self.reader(self._say)
         problems: list[str] = []
 
         def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
@@ -154,6 +154,10 @@ class WeightLoader:
         refuse(self._files.folder, problems)
         self.stats = reader.stats
         self._tell(num_bytes)
+
+    def reader(self, say: Callable[[str], None]) -> PartReader:
+        """Return what reads the bytes that this rank needs."""
+        return PartReader(self._units(), self._files.paths, device=self._device, say=say)
 
     def _units(self) -> list[Unit]:
         """Return what is to be read for this rank."""
