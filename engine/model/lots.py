@@ -32,7 +32,7 @@ BUFFERS = THREADS + 2  # one is being copied from while others are read into
 _GAP_BYTES = 64 << 10  # read rather than skipped
 _ALIGN = 64  # of a stretch in its buffer
 
-_DTYPES = {
+DTYPES = {  # by the names of the safetensors format
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.uint8,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -134,12 +134,12 @@ def staging_bytes(lots: list[Lot]) -> int:
 
 
 def _buffer_bytes(lots: list[Lot]) -> int:
-    """Return the size of the largest lot, but for those that a single unit makes larger: they get memory of their own."""
+    """Return the size of the largest lot, but for those of a single large unit: they get memory of their own."""
     return min(max((lot.num_bytes for lot in lots), default=0), LOT_BYTES + LOT_BYTES // 8)
 
 
 def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, Path]) -> None:
-    memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    memory = buffer.numpy().data
     for file, start, size, at in lot.reads:
         done = 0
         while done < size:
@@ -177,4 +177,4 @@ def _view(buffer: Tensor, at: int, stored: StoredTensor) -> Tensor:
     some = buffer[at : at + stored.num_bytes]
     if at % max(1, DTYPE_BITS[stored.dtype] // 8):
         some = some.clone()
-    return some.view(_DTYPES[stored.dtype]).view(stored.shape)
+    return some.view(DTYPES[stored.dtype]).view(stored.shape)
