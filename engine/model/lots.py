@@ -55,6 +55,10 @@ class Piece(NamedTuple):
         shape, size = (stop - start, *stored.shape[1:]), (stop - start) * row
         return cls(name, stored._replace(shape=shape, start=stored.start + start * row, num_bytes=size))
 
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.stored.file, self.stored.start
+
 
 class Unit(NamedTuple):
     """key: what its reader knows it by.   part: layer it belongs to, None: to none.   on_device: wanted there."""
@@ -86,11 +90,16 @@ class Lot(NamedTuple):
         return {piece.name: _view(source, self.places[piece], piece.stored) for piece, source in sources.items()}
 
 
+def place_of(unit: Unit) -> tuple[str, int]:
+    """Return the file in which a unit begins, and where in it."""
+    return unit.pieces[0].place
+
+
 def plan_lots(units: Iterable[Unit]) -> list[Lot]:
     """Return the lots of units, in the order of the files and of what lies in them."""
     lots: list[list[Unit]] = []
     size = 0
-    for unit in sorted(units, key=lambda unit: _place(unit.pieces[0])):
+    for unit in sorted(units, key=place_of):
         if not lots or size + unit.num_bytes > LOT_BYTES:
             lots.append([])
             size = 0
@@ -155,7 +164,7 @@ def _lot(units: list[Unit]) -> Lot:
     reads: list[tuple[str, int, int, int]] = []
     places: dict[Piece, int] = {}
     end = 0  # of the buffer
-    for piece in sorted((piece for unit in units for piece in unit.pieces), key=_place):
+    for piece in sorted((piece for unit in units for piece in unit.pieces), key=lambda piece: piece.place):
         stored = piece.stored
         file, start, size, at = reads[-1] if reads else ("", 0, 0, 0)
         if file == stored.file and start + size <= stored.start <= start + size + _GAP_BYTES:
@@ -166,10 +175,6 @@ def _lot(units: list[Unit]) -> Lot:
         places[piece] = at + stored.start - start
         end = at + reads[-1][2]
     return Lot(units, reads, places, end)
-
-
-def _place(piece: Piece) -> tuple[str, int]:
-    return piece.stored.file, piece.stored.start
 
 
 def _view(buffer: Tensor, at: int, stored: StoredTensor) -> Tensor:

@@ -18,19 +18,19 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from engine.model.checkpoint import WeightsError, open_checkpoint, packings, refuse
 from engine.model.config import DeepSeekV4Config
-from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
-from engine.model.lots import LARGE_BYTES, Piece, Unit
+from engine.model.expert_stacks import PARTS, ExpertStacks, InnerSlice, split_name
+from engine.model.lots import LARGE_BYTES, LOT_BYTES, Piece, Unit, place_of
 from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
 from engine.model.shard import TILE, Shard, cut_shape, tiles_of
 from engine.model.stored_forms import DRAFT, FLOATS, beside, four_bits_of, names_with
-from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_values
+from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_sound_four_bits, read_values
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
 
@@ -80,8 +80,11 @@ class _Matrix(NamedTuple):
     to: slice | None = None
 
 
-class _Expert(NamedTuple):
-    names: tuple[str, ...]
+class _Experts(NamedTuple):
+    """Some routed experts of a layer, by number."""
+
+    prefix: str
+    numbers: list[int]
 
 
 class WeightLoader:
@@ -118,6 +121,7 @@ class WeightLoader:
         self._experts = ExpertStacks(config, self._inner, kept, dtype=dtype, device=self._device, held=self._held)
         self.skipped = tuple(sorted(name for name in self._stored if name.startswith(DRAFT)))
         self.stats = LoadStats(0, 0.0, 0)
+        self._problems = list[str]()
 
     @property
     def packed(self) -> dict[str, Format]:
@@ -133,18 +137,10 @@ class WeightLoader:
         Raises WeightsError listing tensors with values that can't be served, once all have been read: none of their
         parts comes, but others may have come before.
         """
-        reader = self.reader(self._say)
-        problems: list[str] = []
-
-        def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
-            try:
-                self._take(unit, raw, tensors)
-            except UnusableTensor as problem:
-                problems.append(str(problem))
-
-        num_bytes = 0
+        reader, num_bytes = self.reader(self._say), 0
+        problems = self._problems = []
         try:
-            for part, tensors in reader.parts(take):
+            for part, tensors in reader.parts(self._take):
                 tensors |= self._experts.take(part)
                 num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
                 if not problems:
@@ -161,20 +157,31 @@ class WeightLoader:
 
     def _units(self) -> list[Unit]:
         """Return what is to be read for this rank."""
-        units, experts = [], collections.defaultdict[tuple[str, int], list[str]](list)
+        units, experts = [], collections.defaultdict[str, list[int]](list)
         for name, spec in self._specs.items():
             place = split_name(name)
             if place is not None:
-                if place[1] in self._held:
-                    experts[name.rpartition(".experts.")[0], place[1]].append(name)
+                if place[1] in self._held and place[2] == "w1":
+                    experts[name.partition(".experts.")[0] + ".experts"].append(place[1])
             elif self._is_large(name):
                 units += self._rows_of(name, spec.shape)
             else:
                 units.append(Unit(_Matrix(name), layer_of(name), False, self._pieces(name)))
-        for names in experts.values():
-            pieces = tuple(piece for name in names for piece in self._pieces(name))
-            units.append(Unit(_Expert(tuple(names)), layer_of(names[0]), True, pieces))
+        for prefix, numbers in experts.items():
+            units += self._experts_of(prefix, numbers)
         return units
+
+    def _experts_of(self, prefix: str, numbers: list[int]) -> Iterator[Unit]:
+        """Yield units of a layer's experts, as many in each as a lot holds: they are packed together."""
+
+        def unit(numbers: list[int]) -> Unit:
+            pieces = tuple(piece for name in _names(prefix, numbers) for piece in self._pieces(name))
+            return Unit(_Experts(prefix, numbers), layer_of(prefix), True, pieces)
+
+        numbers = sorted(numbers, key=lambda number: place_of(unit([number])))
+        together = max(1, LOT_BYTES // unit(numbers[:1]).num_bytes)
+        for start in range(0, len(numbers), together):
+            yield unit(numbers[start : start + together])
 
     def _is_large(self, name: str) -> bool:
         """Return whether a matrix is read some rows at a time."""
@@ -209,14 +216,39 @@ class WeightLoader:
         return four_bits_of(self._stored, name) is not None and (scale is None or scale.dtype != "F32")
 
     def _take(self, unit: Unit, raw: Tensors, tensors: Tensors) -> None:
-        """Put what a unit holds into `tensors`, or among the experts. Raises UnusableTensor."""
-        if isinstance(unit.key, _Expert):
-            for name in unit.key.names:
-                self._take_expert(name, raw)
+        """Put what a unit holds into `tensors`, or among the experts; note what can't be served."""
+        if isinstance(unit.key, _Experts):
+            for stack, matrices in PARTS.items():
+                if not self._took_together(unit.key, stack, matrices, raw):
+                    for name in _names(unit.key.prefix, unit.key.numbers, matrices):
+                        self._noted(self._take_expert, name, raw)
         elif unit.key.to is None:
-            self._take_matrix(unit.key.name, raw, tensors)
+            self._noted(self._take_matrix, unit.key.name, raw, tensors)
         else:
-            self._take_rows(unit.key.name, unit.key.to, raw, tensors)
+            self._noted(self._take_rows, unit.key.name, unit.key.to, raw, tensors)
+
+    def _noted(self, take: Callable[..., None], *args: Any) -> None:
+        try:
+            take(*args)
+        except UnusableTensor as problem:
+            self._problems.append(str(problem))
+
+    def _took_together(self, some: _Experts, which: str, matrices: tuple[str, ...], raw: Tensors) -> bool:
+        """Pack matrices of several experts at once; False: they need to be looked at one by one."""
+        stack = f"{some.prefix}.{which}"
+        format = self._experts.formats.get(stack)
+        if format is None:
+            return False
+        found = []
+        for matrix in matrices:
+            names = list(_names(some.prefix, some.numbers, (matrix,)))
+            if any(four_bits_of(self._stored, name) != format for name in names):
+                return False
+            sound = read_sound_four_bits(names, format, raw, self._inner.within(matrix))
+            if sound is None:
+                return False
+            found.append(sound)
+        return self._experts.put_many(stack, some.numbers, found)
 
     def _take_expert(self, name: str, raw: Tensors) -> None:
         place = split_name(name)
@@ -274,3 +306,8 @@ class WeightLoader:
 def scale_name(name: str) -> str:
     """Return what the scales of a matrix `….weight` are called among loaded tensors."""
     return name.removesuffix("weight") + "scale"
+
+
+def _names(prefix: str, numbers: list[int], matrices: tuple[str, ...] = ("w1", "w2", "w3")) -> Iterator[str]:
+    """Yield the names of experts' matrices, of one expert after the other."""
+    return (f"{prefix}.{number}.{matrix}.weight" for number in numbers for matrix in matrices)
