@@ -38,7 +38,7 @@ what is measured
   copy        64 MiB from pinned memory to the GPU, again and again
   load        from the first header to a model that could run: read, checked, packed, built, on its device; the page
               cache emptied before. of bound: its rate over the slower of disk and copy
-  in flight   staging buffers, and tensors of layers that are not complete, at their most
+  in flight   staging buffers: all of the checkpoint that is ever in host memory
   peak        what the process's memory grew by while it loaded, pinned memory included
   samples     matrices of the loaded model whose values were compared with the files, read and dequantised another way
 """
@@ -152,7 +152,7 @@ def _load(
     return {
         "seconds": seconds,
         "cached": cached,
-        "in_flight_bytes": loader.stats.held_bytes,
+        "in_flight_bytes": loader.stats.staging_bytes,
         "pinned_bytes": pinned,
         "resident_growth_bytes": peak,
         # Pinned memory is resident for some drivers and not for others.

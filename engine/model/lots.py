@@ -61,11 +61,10 @@ class Piece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """key: what its reader knows it by.   part: layer it belongs to, None: to none.   on_device: wanted there."""
+    """key: what its reader knows it by.   part: layer it belongs to, None: to none."""
 
     key: Any
     part: int | None
-    on_device: bool
     pieces: tuple[Piece, ...]
 
     @property

@@ -24,11 +24,11 @@ _TELL_EVERY_S = 1.0
 
 
 class LoadStats(NamedTuple):
-    """read_bytes: of the files.   held_bytes: most that host memory held, of staging and of parts not yet complete."""
+    """read_bytes: of the files.   staging_bytes: of host memory that was read into, all that is ever on its way."""
 
     read_bytes: int
     seconds: float
-    held_bytes: int
+    staging_bytes: int
 
 
 class PartReader:
@@ -37,35 +37,32 @@ class PartReader:
     def __init__(
         self, units: list[Unit], paths: Mapping[str, Path], *, device: torch.device, say: Callable[[str], None]
     ) -> None:
-        """device: of the bytes of units that want to be there.   say: gets a line of text about once a second."""
+        """device: where tensors are wanted.   say: gets a line of text about once a second."""
         self._units, self._paths, self._device, self._say = units, paths, device, say
         self.stats = LoadStats(0, 0.0, 0)
 
     def parts(self, take: Take, *, on_device: bool = True) -> Iterator[WeightPart]:
         """Yield (part, its tensors), each part once, when `take` has had its last unit.
 
-        take(unit, raw, tensors) puts what a unit holds into its part's tensors. raw: by name, as stored, views of
-        memory that is overwritten later; those of one element lie on the host. on_device: whether bytes are brought
-        there at all; not to only read files. Raises OSError that names a file.
+        take(unit, raw, tensors) puts what a unit holds into its part's tensors. raw: by name, as stored, on the device;
+        single numbers on the host; views of memory that is overwritten later. on_device=False: bytes stay on the host,
+        to see how fast files are read. Raises OSError that names a file.
         """
         left = collections.Counter(unit.part for unit in self._units)
         tensors: dict[int | None, Tensors] = {part: {} for part in left}
-        kinds = [[unit for unit in self._units if unit.on_device is goes] for goes in (True, False)]
-        lots = sorted((lot for kind in kinds for lot in plan_lots(kind)), key=lambda lot: lot.reads[0][:2])
-        progress, held = _Progress(sum(lot.num_bytes for lot in lots), self._say), 0
+        lots = plan_lots(self._units)
+        progress = _Progress(sum(lot.num_bytes for lot in lots), self._say)
         for lot, buffer in read_lots(lots, self._paths, pins=self._device.type == "cuda"):
-            is_wanted = on_device and lot.units[0].on_device
-            source = buffer.to(self._device, non_blocking=True) if is_wanted else buffer
+            source = buffer.to(self._device, non_blocking=True) if on_device else buffer
             for unit in lot.units:
                 take(unit, lot.tensors(unit, source, buffer), tensors[unit.part])
                 left[unit.part] -= 1
-            held = max(held, sum(map(_host_bytes, tensors.values())))
             for part in {unit.part for unit in lot.units if not left[unit.part]}:
                 yield part, tensors.pop(part)
             if self._device.type == "cuda":  # the buffer is overwritten from here on
                 torch.cuda.current_stream(self._device).synchronize()
             progress.add(lot.num_bytes)
-        self.stats = LoadStats(progress.done, progress.seconds, staging_bytes(lots) + held)
+        self.stats = LoadStats(progress.done, progress.seconds, staging_bytes(lots))
 
 
 def layer_of(name: str) -> int | None:
@@ -101,7 +98,3 @@ class _Progress:
             f"weights: {self.done / 1e9:.1f} of {self._total / 1e9:.1f} GB read, {rate / 1e9:.2f} GB/s, "
             f"{(self._total - self.done) / rate:.0f} s left"
         )
-
-
-def _host_bytes(tensors: Tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.device.type == "cpu")

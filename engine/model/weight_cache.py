@@ -176,13 +176,13 @@ class WeightCache:
 
 
 def _units(name: str, stored: StoredTensor) -> list[Unit]:
-    """Return what is read of a tensor: all of it, or for a large one, and for experts, some rows at a time."""
+    """Return what is read of a tensor: all of it, or for a large one some rows at a time."""
     part, rows = layer_of(name), stored.shape[0] if stored.shape else 1
-    if ".experts." not in name and stored.num_bytes <= LARGE_BYTES:
-        return [Unit(_Rows(name, None), part, False, (Piece.of(name, stored),))]
+    if stored.num_bytes <= LARGE_BYTES:
+        return [Unit(_Rows(name, None), part, (Piece.of(name, stored),))]
     step = max(1, LARGE_BYTES * rows // max(1, stored.num_bytes))
     cuts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    return [Unit(_Rows(name, cut), part, True, (Piece.of(name, stored, cut),)) for cut in cuts]
+    return [Unit(_Rows(name, cut), part, (Piece.of(name, stored, cut),)) for cut in cuts]
 
 
 def _write_part(folder: Path, part: int | None, tensors: Tensors) -> None:

@@ -9,8 +9,9 @@ dequantised in float32 and then cast to the compute dtype. A rank of a group kee
 Of routed experts and of the largest matrices it reads no other rows; other tensors are checked whole, whoever needs
 which rows of them.
 
-Tensors come in parts, a layer at a time: a model that takes each as it comes (model.py) never has a second one in host
-memory. Experts and the largest matrices are written where they will stay, on the device.
+Bytes go to the device as they are stored and become tensors there; host memory has only those that are on their way.
+Tensors come in parts, a layer at a time: a model that takes each as it comes (model.py) joins and narrows matrices of
+one layer in the memory that those of the layer before have left, so that no holes remain.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ class WeightLoader:
     ) -> None:
         """Read all headers. Raises WeightsError listing what is wrong with them, ConfigError for missing files.
 
-        device: of the routed experts and of matrices too large for one lot; all else is on the CPU.   keeps_packed:
-        keep experts of four bits packed, as far as possible, and other matrices of e4m3, whose float32 scales are
-        `….scale`.   shard: of which part; None: the whole.
+        device: of the tensors, also while they are checked and packed.   keeps_packed: keep experts of four bits
+        packed, as far as possible, and other matrices of e4m3, whose float32 scales are `….scale`.   shard: of which
+        part; None: the whole.
         """
         self._config, self._dtype, self._device, self._keeps_packed = config, dtype, torch.device(device), keeps_packed
         self._shard, self._say = shard or Shard(), progress or (lambda _: None)
@@ -166,7 +167,7 @@ class WeightLoader:
             elif self._is_large(name):
                 units += self._rows_of(name, spec.shape)
             else:
-                units.append(Unit(_Matrix(name), layer_of(name), False, self._pieces(name)))
+                units.append(Unit(_Matrix(name), layer_of(name), self._pieces(name)))
         for prefix, numbers in experts.items():
             units += self._experts_of(prefix, numbers)
         return units
@@ -176,7 +177,7 @@ class WeightLoader:
 
         def unit(numbers: list[int]) -> Unit:
             pieces = tuple(piece for name in _names(prefix, numbers) for piece in self._pieces(name))
-            return Unit(_Experts(prefix, numbers), layer_of(prefix), True, pieces)
+            return Unit(_Experts(prefix, numbers), layer_of(prefix), pieces)
 
         numbers = sorted(numbers, key=lambda number: place_of(unit([number])))
         together = max(1, LOT_BYTES // unit(numbers[:1]).num_bytes)
@@ -197,7 +198,6 @@ class WeightLoader:
             Unit(
                 _Matrix(name, slice(start - first, min(start + step, last) - first)),
                 layer_of(name),
-                True,
                 (Piece.of(name, stored, slice(start, min(start + step, last))),),
             )
             for start in range(first, last, step)

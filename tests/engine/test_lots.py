@@ -36,7 +36,7 @@ def units_of(files, names, size):
     names = list(names)
     random.Random(1).shuffle(names)
     groups = [names[at : at + size] for at in range(0, len(names), size)]
-    return [Unit(group, None, False, tuple(Piece.of(name, files.tensors[name]) for name in group)) for group in groups]
+    return [Unit(group, None, tuple(Piece.of(name, files.tensors[name]) for name in group)) for group in groups]
 
 
 @pytest.mark.parametrize(("lot_bytes", "gap_bytes"), [(1, 0), (400, 0), (400, 64), (10_000, 300), (1 << 20, 1 << 20)])
@@ -65,7 +65,7 @@ def test_neighbours_are_one_read_and_some_rows_are_only_those(tmp_path):
     assert lot.num_bytes == files.num_bytes
     name = max(tensors, key=lambda name: tensors[name].shape[0])
     piece = Piece.of(name, files.tensors[name], slice(3, 9))
-    [(lot, buffer)] = read_lots(plan_lots([Unit(name, None, False, (piece,))]), files.paths, pins=False)
+    [(lot, buffer)] = read_lots(plan_lots([Unit(name, None, (piece,))]), files.paths, pins=False)
     assert lot.num_bytes == 6 * 3 * tensors[name].element_size()
     assert torch.equal(lot.tensors(lot.units[0], buffer, buffer)[name], tensors[name][3:9])
 
