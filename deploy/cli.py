@@ -220,7 +220,7 @@ def _kernels(argv: list[str]) -> int:
 @verb(
     "bench",
     "`bench serve`: load for any server; `bench compare`: two reports; `bench step`, `bench prefill`: decode steps and "
-    "prompts of one rank; `bench router`, `guides`, `kernels`, `transfer`: parts",
+    "prompts of one rank; `bench weights`: loading; `bench router`, `guides`, `kernels`, `transfer`: parts",
 )
 def _bench(argv: list[str]) -> int:
     if argv[:1] == ["serve"]:
@@ -239,6 +239,10 @@ def _bench(argv: list[str]) -> int:
         from bench.prefill import main as run_prefill
 
         return run_prefill(_with_model_folder(argv[1:]), prog="isthmus bench prefill")
+    if argv[:1] == ["weights"]:
+        from bench.weights import main as run_weights
+
+        return run_weights(_with_model_folder(argv[1:]), prog="isthmus bench weights")
     if argv[:1] == ["kernels"]:
         from kernels.bench import main as run_kernels
 
@@ -260,6 +264,7 @@ def _bench(argv: list[str]) -> int:
     return _usage(
         "bench",
         "serve --url URL [...] | compare A B | step --model FOLDER [...] | prefill --model FOLDER [...] | "
+        "weights --model FOLDER [...] | "
         "router [...] | guides [...] | kernels --group GROUP [...] | transfer [...]      (each with --help)",
         argv,
     )

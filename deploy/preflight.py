@@ -14,7 +14,7 @@ from deploy.placement import Placement, place
 from engine.config import EngineConfig
 from engine.flags import ConfigError
 from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model.config import shard_paths
+from engine.model.folder_check import require_loadable
 from engine.numa import SYSFS, NumaTopology, discover
 from engine.served_model import served_model
 
@@ -58,13 +58,13 @@ def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True
 def plan_group(group: EngineConfig, *, is_plan: bool = False) -> tuple[MemoryPlan, bool]:
     """Return a group's memory plan, and whether a published config stands in for its model folder.
 
-    Raises ConfigError if the plan does not fit, or the folder is not complete.
+    Raises ConfigError if the plan does not fit, or the folder has not what would be loaded.
     """
     try:
         model = served_model(group, needs_folder=not is_plan)
         plan = plan_memory(group, model.config)
         if not (is_plan and model.is_published) and group.load_format != "synthetic":
-            shard_paths(group.model)
+            require_loadable(group.model, model.config)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{group.worker_id}: {error}") from None
     return plan, model.is_published

@@ -21,6 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: folder with config.json and safetensors.   served_model_name: "" means the folder's name.
     load_format: auto reads the folder's safetensors; synthetic draws random weights of the same shapes (benchmarks).
+    weight_cache: folder where ranks keep their weights, packed and cut, for later starts; "" for none.
     simulate_rank: "0/4": this process is rank 0 of a group of 4, alone and without exchange; "" is not. Synthetic only.
     num_layers: serve the first layers only; 0 means all. Synthetic only.
     enforce_eager: run decode steps without capturing them as CUDA graphs.
@@ -52,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_id: str = ""
     served_model_name: str = ""
     load_format: LoadFormat = "auto"
+    weight_cache: str = ""
     simulate_rank: str = ""
     num_layers: int = 0
     dtype: Dtype = "bfloat16"

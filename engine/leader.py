@@ -33,6 +33,7 @@ from engine.front import Front, command, seam_routes
 from engine.loop import EngineLoop
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import DeepSeekV4Config
+from engine.model.folder_check import require_loadable
 from engine.profiles import profile_route
 from engine.ring import LeaderEnd
 from engine.served_model import served_fingerprint, served_model
@@ -95,6 +96,8 @@ class _Leader:
         numa_binding.bind(node=config.numa_node, cpus=config.cpus)
         model = served_model(config).config
         plan = plan_memory(config, model)
+        if config.load_format != "synthetic":
+            require_loadable(config.model, model)  # ranks would find it too, once they have torch and a device
         end = LeaderEnd(config.ranks)
         generation = time.time_ns()
         front = Front(

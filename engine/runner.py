@@ -38,9 +38,10 @@ from engine.model.group import Alone, Group
 from engine.model.layout import build_layout
 from engine.model.model import DeepSeekV4
 from engine.model.moe import keeps_packed
+from engine.model.parts import WeightPart
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
-from engine.model.weights import WeightLoader, WeightPart
+from engine.model.weight_cache import read_weights
 from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
 from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs
@@ -158,7 +159,7 @@ class ModelRunner:
                 self._whole_config, self._shard, dtype=dtype, device=self.device, keeps_packed=keeps, progress=progress
             )
         else:
-            weights = WeightLoader(
+            weights = read_weights(
                 self.config.model,
                 self._whole_config,
                 dtype=dtype,
@@ -166,7 +167,8 @@ class ModelRunner:
                 keeps_packed=keeps,
                 shard=self._shard,
                 progress=progress,
-            ).parts()
+                cache=self.config.weight_cache,
+            )
         self._model = DeepSeekV4(
             self.model_config,
             weights,

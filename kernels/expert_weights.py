@@ -34,6 +34,7 @@ GROUP = {"nvfp4": 16, "mxfp4": 32}
 LANES = {"nvfp4": 32, "mxfp4": 16}  # with scales of their own
 SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 TILE_ROWS, STEP = 16, 64
+ORDER = "1"  # of what is packed; another for another, since packed weights may lie on disk
 
 # f16 holds 0.5 * 2^(scale - top) down to 2^-24; e4m3 holds powers of two from 2^-9 to 2^8.
 MXFP4_SPAN, NVFP4_SPAN = 23, 17

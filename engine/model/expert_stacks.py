@@ -11,7 +11,7 @@ Where ranks share experts out, it takes a range of whole ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -160,6 +160,31 @@ class ExpertStacks:
             self._put_packed(name, stack, expert, matrix, found)
         else:
             self._put_dequantized(stack, expert, matrix, found)
+
+    def put_many(self, stack: str, experts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor, list[float]]]) -> bool:
+        """Take a packed stack's matrices of several experts at once, stored in its format.
+
+        parts: codes, scales and factors (FourBits) of w1 and w3, or of w2. False: nothing is taken, since not all of
+        them can be held; `put` then says which.
+        """
+        format, first = self._formats[stack], [self._held.index(expert) for expert in experts]
+        factors = torch.tensor([part[2] for part in parts], dtype=torch.float32).T.contiguous()
+        try:
+            packed = pack_experts(
+                torch.cat([part[0] for part in parts], 1),
+                torch.cat([part[1] for part in parts], 1),
+                factors if format == "nvfp4" else None,
+                format=format,
+                parts=len(parts),
+                name=stack,
+            )
+        except ValueError:
+            return False
+        for field in ("codes", "scales", "factors"):
+            found = getattr(packed, field)
+            self._stack(f"{stack}.{field}", found[0])[first] = found.to(self._device)
+        self._packed.setdefault(stack, []).extend(first)
+        return True
 
     def _put_packed(self, name: str, stack: str, expert: int, matrix: str, found: FourBitMatrix) -> None:
         halves = self._halves.setdefault((stack, expert), {})

@@ -26,12 +26,13 @@ from torch import Tensor
 from engine.model.shard_files import DTYPE_BITS, StoredTensor
 
 LOT_BYTES = 64 << 20
+LARGE_BYTES = LOT_BYTES // 2  # a tensor of more had better be read some rows at a time
 THREADS = 8
 BUFFERS = THREADS + 2  # one is being copied from while others are read into
 _GAP_BYTES = 64 << 10  # read rather than skipped
 _ALIGN = 64  # of a stretch in its buffer
 
-_DTYPES = {
+DTYPES = {  # by the names of the safetensors format
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.uint8,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -54,11 +55,16 @@ class Piece(NamedTuple):
         shape, size = (stop - start, *stored.shape[1:]), (stop - start) * row
         return cls(name, stored._replace(shape=shape, start=stored.start + start * row, num_bytes=size))
 
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.stored.file, self.stored.start
+
 
 class Unit(NamedTuple):
-    """key: what its reader knows it by."""
+    """key: what its reader knows it by.   part: layer it belongs to, None: to none."""
 
     key: Any
+    part: int | None
     pieces: tuple[Piece, ...]
 
     @property
@@ -83,12 +89,17 @@ class Lot(NamedTuple):
         return {piece.name: _view(source, self.places[piece], piece.stored) for piece, source in sources.items()}
 
 
-def plan_lots(units: Iterable[Unit], *, lot_bytes: int = LOT_BYTES) -> list[Lot]:
+def place_of(unit: Unit) -> tuple[str, int]:
+    """Return the file in which a unit begins, and where in it."""
+    return unit.pieces[0].place
+
+
+def plan_lots(units: Iterable[Unit]) -> list[Lot]:
     """Return the lots of units, in the order of the files and of what lies in them."""
     lots: list[list[Unit]] = []
     size = 0
-    for unit in sorted(units, key=lambda unit: _place(unit.pieces[0])):
-        if not lots or size + unit.num_bytes > lot_bytes:
+    for unit in sorted(units, key=place_of):
+        if not lots or size + unit.num_bytes > LOT_BYTES:
             lots.append([])
             size = 0
         lots[-1].append(unit)
@@ -101,7 +112,7 @@ def read_lots(lots: list[Lot], paths: Mapping[str, Path], *, pins: bool) -> Iter
 
     Raises OSError that names the file, for one that can't be read or has become shorter.
     """
-    buffer_bytes = staging_bytes(lots) // BUFFERS
+    buffer_bytes = _buffer_bytes(lots)
     upcoming, free, made = collections.deque(lots), list[Tensor](), 0
     waiting: collections.deque[tuple[Lot, Tensor, Tensor, concurrent.futures.Future[None]]] = collections.deque()
     with contextlib.ExitStack() as opened, concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -127,11 +138,16 @@ def read_lots(lots: list[Lot], paths: Mapping[str, Path], *, pins: bool) -> Iter
 
 def staging_bytes(lots: list[Lot]) -> int:
     """Return what the buffers take that read_lots needs for lots."""
-    return BUFFERS * min(max((lot.num_bytes for lot in lots), default=0), LOT_BYTES + LOT_BYTES // 8)
+    return min(BUFFERS, len(lots)) * _buffer_bytes(lots)
+
+
+def _buffer_bytes(lots: list[Lot]) -> int:
+    """Return the size of the largest lot, but for those of a single large unit: they get memory of their own."""
+    return min(max((lot.num_bytes for lot in lots), default=0), LOT_BYTES + LOT_BYTES // 8)
 
 
 def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, Path]) -> None:
-    memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    memory = buffer.numpy().data
     for file, start, size, at in lot.reads:
         done = 0
         while done < size:
@@ -147,7 +163,7 @@ def _lot(units: list[Unit]) -> Lot:
     reads: list[tuple[str, int, int, int]] = []
     places: dict[Piece, int] = {}
     end = 0  # of the buffer
-    for piece in sorted((piece for unit in units for piece in unit.pieces), key=_place):
+    for piece in sorted((piece for unit in units for piece in unit.pieces), key=lambda piece: piece.place):
         stored = piece.stored
         file, start, size, at = reads[-1] if reads else ("", 0, 0, 0)
         if file == stored.file and start + size <= stored.start <= start + size + _GAP_BYTES:
@@ -160,13 +176,9 @@ def _lot(units: list[Unit]) -> Lot:
     return Lot(units, reads, places, end)
 
 
-def _place(piece: Piece) -> tuple[str, int]:
-    return piece.stored.file, piece.stored.start
-
-
 def _view(buffer: Tensor, at: int, stored: StoredTensor) -> Tensor:
     """Return a tensor of a buffer's bytes: a view, or a copy where its values would lie across words."""
     some = buffer[at : at + stored.num_bytes]
     if at % max(1, DTYPE_BITS[stored.dtype] // 8):
         some = some.clone()
-    return some.view(_DTYPES[stored.dtype]).view(stored.shape)
+    return some.view(DTYPES[stored.dtype]).view(stored.shape)

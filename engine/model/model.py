@@ -21,8 +21,8 @@ from engine.model.config import DeepSeekV4Config
 from engine.model.group import Alone, Group
 from engine.model.layers import Rotary, Rotations, Weights, hyper_connection, narrow
 from engine.model.moe import MixtureOfExperts
+from engine.model.parts import WeightPart, split_parts
 from engine.model.placement import move_to
-from engine.model.weights import WeightPart, split_parts
 from kernels.expert_parts import ExpertParts
 from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode
@@ -73,9 +73,9 @@ class DeepSeekV4:
     """The main model without draft blocks, in one compute dtype (that of the embedding).
 
     config: of the part that this rank computes.   weights: as load_weights returns them, emptied; or the parts that a
-    WeightLoader yields, of which each is built and moved to `device` (None: left where it is) before the next is asked
-    for.   index_hadamard: rotate index queries and keys before rounding, where they are rounded at all.   group: ranks
-    with the other parts.
+    WeightLoader yields, of which each is built before the next is asked for.   index_hadamard: rotate index queries and
+    keys before rounding, where they are rounded at all.   group: ranks with the other parts.   device: where what is
+    built is moved, None: it stays where it is.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Building joins matrices and narrows others. Done on the device it would leave holes where the parts have been, more than
 a gigabyte of a rank that no later tensor fits into; on the host those holes are nobody's loss, and what is moved lies
-side by side. Routed experts, and the largest matrices, are on the device already and stay where they are.
+side by side. What is on the device already stays where it is: drawn experts, and all that was read (weights.py).
 """
 
 from __future__ import annotations

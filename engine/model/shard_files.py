@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,22 @@ def read_headers(folder: str | Path) -> ShardFiles:
 
     Raises ConfigError for a file that the index names and the folder lacks, or an index that can't be read.
     """
-    files = ShardFiles(Path(folder), {path.name: path for path in shard_paths(folder)}, {}, [])
+    files = read_files(Path(folder), shard_paths(folder))
+    opened = {tensor.file for tensor in files.tensors.values()}
+    for name, file in weight_map(folder).items():
+        found = files.tensors.get(name)
+        if found is None and file in opened:
+            files.problems.append(f"{name}: missing, {WEIGHT_INDEX} says that {file} has it")
+        elif found is not None and found.file != file:
+            files.problems.append(
+                f"{name}: lies in {found.file}, {WEIGHT_INDEX} says {file}; fetch index and files of one revision"
+            )
+    return files
+
+
+def read_files(folder: Path, paths: Iterable[Path]) -> ShardFiles:
+    """Return what the headers of some files of a folder say, and what is wrong with them."""
+    files = ShardFiles(folder, {path.name: path for path in paths}, {}, [])
     for path in files.paths.values():
         try:
             entries = _entries(path)
@@ -67,15 +83,6 @@ def read_headers(folder: str | Path) -> ShardFiles:
             if name in files.tensors:
                 files.problems.append(f"{name}: stored in both {files.tensors[name].file} and {path.name}")
             files.tensors[name] = tensor
-    opened = {tensor.file for tensor in files.tensors.values()}
-    for name, file in weight_map(folder).items():
-        found = files.tensors.get(name)
-        if found is None and file in opened:
-            files.problems.append(f"{name}: missing, {WEIGHT_INDEX} says that {file} has it")
-        elif found is not None and found.file != file:
-            files.problems.append(
-                f"{name}: lies in {found.file}, {WEIGHT_INDEX} says {file}; fetch index and files of one revision"
-            )
     return files
 
 

@@ -8,13 +8,15 @@ round activations to four bits. Ours don't and never use it, but an export that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import FourBitMatrix
+from engine.model.stored_forms import beside
 from engine.model.tensor_specs import TensorSpec
 from kernels.expert_weights import GROUP, Format
 from kernels.quant import E2M1_MAX, dequantize_block_fp8, dequantize_e2m1, ue8m0_to_scale
@@ -25,15 +27,12 @@ Part = tuple[slice, slice]
 _AGAIN = "export the checkpoint again, or take a published one"
 _FLOAT32 = torch.finfo(torch.float32)
 _E4M3_NAN = 0x7F  # of its seven bits without the sign
+# Up to here float32 holds every value, whatever the codes: 6 x 2^(byte - 127), and 6 x 448 x the factor.
+_MXFP4_SOUND, _FACTOR_SOUND = 250, 2.0**100
 
 
 class UnusableTensor(Exception):
     """A tensor whose values can't be served. The text names it and says what is wrong and what to do."""
-
-
-def beside(name: str, suffix: str) -> str:
-    """Return the name of what lies beside a weight."""
-    return f"{name.removesuffix('.weight')}.{suffix}"
 
 
 def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> Tensor:
@@ -66,16 +65,40 @@ def read_e4m3(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -
     return codes, scale
 
 
+class FourBits(NamedTuple):
+    """The same matrix of several experts. codes: uint8 [E, N, K/2].   scales: uint8 [E, N, K/group].   factors: E."""
+
+    codes: Tensor
+    scales: Tensor
+    factors: list[float]
+
+
+def read_sound_four_bits(names: Sequence[str], format: Format, raw: Raw, part: Part) -> FourBits | None:
+    """Return what read_four_bits does of several matrices at once, None if one of them has to be looked at closely."""
+    found = [_cut(name, format, raw, part) for name in names]
+    codes, scales = (torch.stack([each[field] for each in found]) for field in (0, 1))
+    largest = scales.flatten(1).amax(1)
+    if format == "mxfp4":
+        low, high = torch.stack([scales.amin(), largest.amax()]).tolist()
+        return FourBits(codes, scales, []) if low > 0 and high <= _MXFP4_SOUND else None
+    # Negative scales, zero among them, are above NaN as bytes are. All zeros may be a hole.
+    low, high = torch.stack([largest.amin(), largest.amax()]).tolist()
+    if not 0 < low <= high < _E4M3_NAN:
+        return None
+    scalars = [beside(name, suffix) for name in names for suffix in ("weight_scale_2", "input_scale")]
+    values = [float(raw[name]) for name in scalars if name in raw]
+    if not all(_FLOAT32.tiny <= value <= _FACTOR_SOUND for value in values):
+        return None
+    return FourBits(codes, scales, [float(raw[beside(name, "weight_scale_2")]) for name in names])
+
+
 def read_four_bits(name: str, format: Format, raw: Raw, part: Part) -> FourBitMatrix:
     """Return some rows and columns of a matrix as its codes, columns cut at groups. Raises UnusableTensor.
 
     raw: the codes of these rows, all scales.   part: rows and columns, of the whole matrix.
     """
-    rows, columns = part
-    key = beside(name, "weight_scale" if format == "nvfp4" else "scale")
-    codes, scales = raw[name].view(torch.uint8)[:, _in_units(columns, 2)], raw[key].view(torch.uint8)
-    whole, scales = scales, scales[rows, _in_units(columns, GROUP[format])].contiguous()
-    codes = codes.contiguous()
+    key = _scale_key(name, format)
+    codes, scales = (each.contiguous() for each in _cut(name, format, raw, part))
     if format == "mxfp4":  # the smallest byte is subnormal, the largest NaN
         bad, top = torch.stack([((scales == 0) | (scales == 255)).sum(), scales.max()]).tolist()  # one wait for a GPU
         if bad:
@@ -87,13 +110,24 @@ def read_four_bits(name: str, format: Format, raw: Raw, part: Part) -> FourBitMa
     if bad:
         raise UnusableTensor(f"{key}: {bad} of {scales.numel()} scales are NaN or negative; {_AGAIN}")
     # Of the whole matrix, when it comes to that: a part of it may be all zeros.
-    if not top and has_values and not bool((whole & _E4M3_NAN).any()):
+    if not top and has_values and not bool((raw[key].view(torch.uint8) & _E4M3_NAN).any()):
         raise UnusableTensor(f"{key}: all scales are 0 though the codes are not; {_AGAIN}")
     if beside(name, "input_scale") in raw:
         _factor(beside(name, "input_scale"), raw)
     factor = _factor(beside(name, "weight_scale_2"), raw)
     largest = float(torch.tensor(top, dtype=torch.uint8).view(torch.float8_e4m3fn))
     return _finite(name, FourBitMatrix(format, codes, scales, factor), E2M1_MAX * largest * factor)
+
+
+def _cut(name: str, format: Format, raw: Raw, part: Part) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a part, views of bytes."""
+    rows, columns = part
+    codes, scales = raw[name].view(torch.uint8), raw[_scale_key(name, format)].view(torch.uint8)
+    return codes[:, _in_units(columns, 2)], scales[rows, _in_units(columns, GROUP[format])]
+
+
+def _scale_key(name: str, format: Format) -> str:
+    return beside(name, "weight_scale" if format == "nvfp4" else "scale")
 
 
 def _in_units(columns: slice, size: int) -> slice:

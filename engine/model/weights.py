@@ -2,40 +2,38 @@
 
 tensor_specs.py is the table of what a checkpoint must hold; loading reads exactly that and refuses the rest: anything
 missing, unused, misshapen or not finite is listed by name before a worker serves. `mtp.*` (drafting) is read past.
-checkpoint.py knows how tensors are stored, stored_values.py what they then hold, lots.py how they are read.
+stored_forms.py knows how tensors are stored, stored_values.py what they then hold, lots.py how they are read.
 
 For decode kernels routed experts may stay in four bits (expert_stacks.py), and other matrices in e4m3. All else is
 dequantised in float32 and then cast to the compute dtype. A rank of a group keeps its part (shard.py) of what it reads.
 Of routed experts and of the largest matrices it reads no other rows; other tensors are checked whole, whoever needs
 which rows of them.
 
-Tensors come in parts, a layer at a time: a model that takes each as it comes (model.py) never has a second one in host
-memory. Experts and the largest matrices are written where they will stay, on the device.
+Bytes go to the device as they are stored and become tensors there; host memory has only those that are on their way.
+Tensors come in parts, a layer at a time: a model that takes each as it comes (model.py) joins and narrows matrices of
+one layer in the memory that those of the layer before have left, so that no holes remain.
 """
 
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
-from engine.model.checkpoint import FLOATS, Checkpoint, WeightsError, refuse
+from engine.model.checkpoint import WeightsError, open_checkpoint, packings, refuse
 from engine.model.config import DeepSeekV4Config
-from engine.model.expert_stacks import ExpertStacks, InnerSlice, split_name
-from engine.model.lots import LOT_BYTES, Lot, Piece, Unit, plan_lots, read_lots, staging_bytes
-from engine.model.shard import Shard, tiles_of
-from engine.model.stored_values import UnusableTensor, beside, read_e4m3, read_four_bits, read_values
+from engine.model.expert_stacks import PARTS, ExpertStacks, InnerSlice, split_name
+from engine.model.lots import LARGE_BYTES, LOT_BYTES, Piece, Unit, place_of
+from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
+from engine.model.shard import TILE, Shard, cut_shape, tiles_of
+from engine.model.stored_forms import DRAFT, FLOATS, beside, four_bits_of, names_with
+from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_sound_four_bits, read_values
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
-
-WeightPart = tuple[int | None, dict[str, Tensor]]
-_TELL_EVERY_S = 1.0
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,19 +43,11 @@ class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
     matrices that stay in four bits, by stack.   dequantized: why others do not, where packing was asked for.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Tensors
     skipped: tuple[str, ...]
     num_bytes: int
     packed: dict[str, Format]
     dequantized: dict[str, str]
-
-
-class LoadStats(NamedTuple):
-    """read_bytes: of the files.   held_bytes: most that host memory held, of staging and of parts not yet complete."""
-
-    read_bytes: int
-    seconds: float
-    held_bytes: int
 
 
 def load_weights(
@@ -91,8 +81,11 @@ class _Matrix(NamedTuple):
     to: slice | None = None
 
 
-class _Expert(NamedTuple):
-    names: tuple[str, ...]
+class _Experts(NamedTuple):
+    """Some routed experts of a layer, by number."""
+
+    prefix: str
+    numbers: list[int]
 
 
 class WeightLoader:
@@ -111,9 +104,9 @@ class WeightLoader:
     ) -> None:
         """Read all headers. Raises WeightsError listing what is wrong with them, ConfigError for missing files.
 
-        device: of the routed experts and of matrices too large for one lot; all else is on the CPU.   keeps_packed:
-        keep experts of four bits packed, as far as possible, and other matrices of e4m3, whose float32 scales are
-        `….scale`.   shard: of which part; None: the whole.
+        device: of the tensors, also while they are checked and packed.   keeps_packed: keep experts of four bits
+        packed, as far as possible, and other matrices of e4m3, whose float32 scales are `….scale`.   shard: of which
+        part; None: the whole.
         """
         self._config, self._dtype, self._device, self._keeps_packed = config, dtype, torch.device(device), keeps_packed
         self._shard, self._say = shard or Shard(), progress or (lambda _: None)
@@ -123,12 +116,13 @@ class WeightLoader:
             self._inner, self._held = InnerSlice.of(config, *cut), self._shard.experts(config)
         except ValueError as problem:
             raise WeightsError(f"{folder}: {problem}") from None
-        self._checkpoint = Checkpoint(Path(folder))
-        self._checkpoint.check_headers(self._specs, config)
-        packings = self._checkpoint.packings(self._specs, config, self._inner) if keeps_packed else {}
-        self._experts = ExpertStacks(config, self._inner, packings, dtype=dtype, device=self._device, held=self._held)
-        self.skipped = tuple(sorted(name for name in self._checkpoint.where if name.startswith("mtp.")))
+        self._files = open_checkpoint(Path(folder), self._specs, config)
+        self._stored = self._files.tensors
+        kept = packings(self._stored, self._specs, config, self._inner) if keeps_packed else {}
+        self._experts = ExpertStacks(config, self._inner, kept, dtype=dtype, device=self._device, held=self._held)
+        self.skipped = tuple(sorted(name for name in self._stored if name.startswith(DRAFT)))
         self.stats = LoadStats(0, 0.0, 0)
+        self._problems = list[str]()
 
     @property
     def packed(self) -> dict[str, Format]:
@@ -144,82 +138,66 @@ class WeightLoader:
         Raises WeightsError listing tensors with values that can't be served, once all have been read: none of their
         parts comes, but others may have come before.
         """
-        units = self._units()
-        left = collections.Counter(_part_of(unit) for unit in units)
-        lots = self._lots(units)
-        tensors: dict[int | None, dict[str, Tensor]] = {part: {} for part in left}
-        problems: list[str] = []
-        progress, staging, held, num_bytes = _Progress(lots, self._say), staging_bytes(lots), 0, 0
-        for lot, buffer in self._read(lots):
-            on_device = buffer
-            if any(self._goes_to_device(unit) for unit in lot.units):
-                on_device = buffer.to(self._device, non_blocking=True)
-            for unit in lot.units:
-                raw = lot.tensors(unit, on_device if self._goes_to_device(unit) else buffer, buffer)
-                part = _part_of(unit)
-                try:
-                    self._take(unit, raw, tensors[part])
-                except UnusableTensor as problem:
-                    problems.append(str(problem))
-                left[part] -= 1
-            held = max(held, sum(_host_bytes(each) for each in tensors.values()))
-            for part in [part for part, count in left.items() if not count]:
-                del left[part]
-                found = tensors.pop(part) | self._experts.take(part)
-                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+        reader, num_bytes = self.reader(self._say), 0
+        problems = self._problems = []
+        try:
+            for part, tensors in reader.parts(self._take):
+                tensors |= self._experts.take(part)
+                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
                 if not problems:
-                    yield part, found
-            if self._device.type == "cuda":  # the buffer is overwritten from here on
-                torch.cuda.current_stream(self._device).synchronize()
-            progress.add(lot.num_bytes)
-        refuse(self._checkpoint.folder, problems)
-        self.stats = LoadStats(progress.done, progress.seconds, staging + held)
+                    yield part, tensors
+        except OSError as error:
+            raise WeightsError(f"{self._files.folder}: can't be read: {error}") from None
+        refuse(self._files.folder, problems)
+        self.stats = reader.stats
         self._tell(num_bytes)
 
-    def _read(self, lots: list[Lot]) -> Iterator[tuple[Lot, Tensor]]:
-        try:
-            yield from read_lots(lots, self._checkpoint.files.paths, pins=self._device.type == "cuda")
-        except OSError as error:
-            raise WeightsError(f"{self._checkpoint.folder}: can't be read: {error}") from None
+    def reader(self, say: Callable[[str], None]) -> PartReader:
+        """Return what reads the bytes that this rank needs."""
+        return PartReader(self._units(), self._files.paths, device=self._device, say=say)
 
     def _units(self) -> list[Unit]:
         """Return what is to be read for this rank."""
-        units, experts = [], collections.defaultdict[tuple[str, int], list[str]](list)
+        units, experts = [], collections.defaultdict[str, list[int]](list)
         for name, spec in self._specs.items():
             place = split_name(name)
             if place is not None:
-                if place[1] in self._held:
-                    experts[name.rpartition(".experts.")[0], place[1]].append(name)
+                if place[1] in self._held and place[2] == "w1":
+                    experts[name.partition(".experts.")[0] + ".experts"].append(place[1])
             elif self._is_large(name):
                 units += self._rows_of(name, spec.shape)
             else:
-                units.append(Unit(_Matrix(name), self._pieces(name)))
-        for names in experts.values():
-            pieces = tuple(piece for name in names for piece in self._pieces(name))
-            units.append(Unit(_Expert(tuple(names)), pieces))
+                units.append(Unit(_Matrix(name), layer_of(name), self._pieces(name)))
+        for prefix, numbers in experts.items():
+            units += self._experts_of(prefix, numbers)
         return units
 
-    def _lots(self, units: list[Unit]) -> list[Lot]:
-        """Return lots that go to the device, and others, in the files' order."""
-        kinds = [[unit for unit in units if self._goes_to_device(unit) is goes] for goes in (True, False)]
-        return sorted((lot for kind in kinds for lot in plan_lots(kind)), key=lambda lot: lot.reads[0][:2])
+    def _experts_of(self, prefix: str, numbers: list[int]) -> Iterator[Unit]:
+        """Yield units of a layer's experts, as many in each as a lot holds: they are packed together."""
 
-    def _goes_to_device(self, unit: Unit) -> bool:
-        return isinstance(unit.key, _Expert) or unit.key.to is not None
+        def unit(numbers: list[int]) -> Unit:
+            pieces = tuple(piece for name in _names(prefix, numbers) for piece in self._pieces(name))
+            return Unit(_Experts(prefix, numbers), layer_of(prefix), pieces)
+
+        numbers = sorted(numbers, key=lambda number: place_of(unit([number])))
+        together = max(1, LOT_BYTES // unit(numbers[:1]).num_bytes)
+        for start in range(0, len(numbers), together):
+            yield unit(numbers[start : start + together])
 
     def _is_large(self, name: str) -> bool:
         """Return whether a matrix is read some rows at a time."""
-        dtype, shape = self._checkpoint.header(name)
-        return dtype in FLOATS and len(shape) == 2 and self._checkpoint.where[name].num_bytes > LOT_BYTES // 2
+        stored = self._stored[name]
+        return stored.dtype in FLOATS and len(stored.shape) == 2 and stored.num_bytes > LARGE_BYTES
 
     def _rows_of(self, name: str, shape: tuple[int, ...]) -> list[Unit]:
         """Return units of rows of a large matrix: those that this rank needs."""
-        rows, stored = self._shard.cut(name, shape)[0], self._checkpoint.where[name]
+        rows, stored = self._shard.cut(name, shape)[0], self._stored[name]
         first, last, _ = rows.indices(shape[0])
-        step = max(1, LOT_BYTES // 2 * shape[0] // stored.num_bytes)
+        step = max(1, LARGE_BYTES * shape[0] // stored.num_bytes)
         return [
             Unit(
                 _Matrix(name, slice(start - first, min(start + step, last) - first)),
+                layer_of(name),
                 (Piece.of(name, stored, slice(start, min(start + step, last))),),
             )
             for start in range(first, last, step)
@@ -227,42 +205,66 @@ class WeightLoader:
 
     def _pieces(self, name: str) -> tuple[Piece, ...]:
         """Return a weight and what lies beside it; of an expert in four bits the codes of this rank's rows only."""
-        place, where = split_name(name), self._checkpoint.where
-        rows = slice(None)
+        place, rows = split_name(name), slice(None)
         if place is not None and self._reads_four_bits(name):
             rows = self._inner.within(place[2])[0]
-        first, *others = self._checkpoint.names_with(name)
-        return Piece.of(first, where[first], rows), *(Piece.of(other, where[other]) for other in others)
+        first, *others = names_with(self._stored, name)
+        return Piece.of(first, self._stored[first], rows), *(Piece.of(other, self._stored[other]) for other in others)
 
     def _reads_four_bits(self, name: str) -> bool:
-        scale = self._checkpoint.where.get(beside(name, "scale"))
-        return self._checkpoint.four_bit_format(name) is not None and (scale is None or scale.dtype != "F32")
+        scale = self._stored.get(beside(name, "scale"))
+        return four_bits_of(self._stored, name) is not None and (scale is None or scale.dtype != "F32")
 
-    def _take(self, unit: Unit, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Put what a unit holds into `tensors`, or among the experts. Raises UnusableTensor."""
-        if isinstance(unit.key, _Expert):
-            for name in unit.key.names:
-                self._take_expert(name, raw)
+    def _take(self, unit: Unit, raw: Tensors, tensors: Tensors) -> None:
+        """Put what a unit holds into `tensors`, or among the experts; note what can't be served."""
+        if isinstance(unit.key, _Experts):
+            for stack, matrices in PARTS.items():
+                if not self._took_together(unit.key, stack, matrices, raw):
+                    for name in _names(unit.key.prefix, unit.key.numbers, matrices):
+                        self._noted(self._take_expert, name, raw)
         elif unit.key.to is None:
-            self._take_matrix(unit.key.name, raw, tensors)
+            self._noted(self._take_matrix, unit.key.name, raw, tensors)
         else:
-            self._take_rows(unit.key.name, unit.key.to, raw, tensors)
+            self._noted(self._take_rows, unit.key.name, unit.key.to, raw, tensors)
 
-    def _take_expert(self, name: str, raw: dict[str, Tensor]) -> None:
+    def _noted(self, take: Callable[..., None], *args: Any) -> None:
+        try:
+            take(*args)
+        except UnusableTensor as problem:
+            self._problems.append(str(problem))
+
+    def _took_together(self, some: _Experts, which: str, matrices: tuple[str, ...], raw: Tensors) -> bool:
+        """Pack matrices of several experts at once; False: they need to be looked at one by one."""
+        stack = f"{some.prefix}.{which}"
+        format = self._experts.formats.get(stack)
+        if format is None:
+            return False
+        found = []
+        for matrix in matrices:
+            names = list(_names(some.prefix, some.numbers, (matrix,)))
+            if any(four_bits_of(self._stored, name) != format for name in names):
+                return False
+            sound = read_sound_four_bits(names, format, raw, self._inner.within(matrix))
+            if sound is None:
+                return False
+            found.append(sound)
+        return self._experts.put_many(stack, some.numbers, found)
+
+    def _take_expert(self, name: str, raw: Tensors) -> None:
         place = split_name(name)
         assert place is not None
-        part, format = self._inner.within(place[2]), self._checkpoint.four_bit_format(name)
+        part, format = self._inner.within(place[2]), four_bits_of(self._stored, name)
         if format is not None and self._reads_four_bits(name):
             self._experts.put(name, read_four_bits(name, format, raw, part))
         else:
             self._experts.put(name, read_values(name, self._specs[name], raw, self._config)[part])
 
-    def _take_matrix(self, name: str, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    def _take_matrix(self, name: str, raw: Tensors, tensors: Tensors) -> None:
         spec = self._specs[name]
         part = self._shard.cut(name, spec.shape)
-        tiles = (
-            tiles_of(part, spec.shape) if self._keeps_packed and self._checkpoint.is_e4m3(name, self._config) else None
-        )
+        has_tiles = tuple(self._config.weight_block_size) == (TILE, TILE)
+        keeps = self._keeps_packed and self._stored[name].dtype == "F8_E4M3" and has_tiles
+        tiles = tiles_of(part, spec.shape) if keeps else None
         if tiles is not None:
             codes, scale = read_e4m3(name, spec, raw, self._config)
             tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
@@ -270,18 +272,17 @@ class WeightLoader:
         values = read_values(name, spec, raw, self._config)[part]
         tensors[name] = values.to(self._dtype_of(name), copy=True).contiguous()
 
-    def _take_rows(self, name: str, to: slice, raw: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        values = read_values(name, self._specs[name], raw, self._config)
+    def _take_rows(self, name: str, to: slice, raw: Tensors, tensors: Tensors) -> None:
+        spec = self._specs[name]
+        part = self._shard.cut(name, spec.shape)
         if name not in tensors:
-            rows = self._shard.cut(name, self._specs[name].shape)[0]
-            shape = (len(range(self._specs[name].shape[0])[rows]), *values.shape[1:])
-            tensors[name] = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
-        tensors[name][to] = values
+            tensors[name] = torch.empty(cut_shape(spec.shape, part), dtype=self._dtype_of(name), device=self._device)
+        tensors[name][to] = read_values(name, spec, raw, self._config)[:, part[1]]
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor which is not kept as it is stored is used in."""
         kind = self._specs[name].kind
-        if kind == "float32" and self._is_large(name) and self._checkpoint.header(name)[0] == "BF16":
+        if kind == "float32" and self._is_large(name) and self._stored[name].dtype == "BF16":
             return torch.bfloat16  # the model would make it that (layers.narrow), after a copy of twice the size
         return {"matrix": self._dtype, "float32": torch.float32, "ids": torch.int64}[kind]
 
@@ -302,49 +303,11 @@ class WeightLoader:
             say(f"weights: read past {len(self.skipped)} tensors of mtp.* (draft blocks are not used)")
 
 
-class _Progress:
-    """Says about once a second how far reading is, how fast it goes and how long it will take."""
-
-    def __init__(self, lots: list[Lot], say: Callable[[str], None]) -> None:
-        self._total, self._say, self._began = sum(lot.num_bytes for lot in lots), say, time.monotonic()
-        self.done, self._told = 0, self._began
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        now = time.monotonic()
-        if now - self._told < _TELL_EVERY_S:
-            return
-        self._told, rate = now, self.done / self.seconds
-        self._say(
-            f"weights: {self.done / 1e9:.1f} of {self._total / 1e9:.1f} GB read, {rate / 1e9:.2f} GB/s, "
-            f"{(self._total - self.done) / rate:.0f} s left"
-        )
-
-
 def scale_name(name: str) -> str:
     """Return what the scales of a matrix `….weight` are called among loaded tensors."""
     return name.removesuffix("weight") + "scale"
 
 
-def split_parts(tensors: dict[str, Tensor]) -> Iterator[WeightPart]:
-    """Yield loaded tensors as WeightLoader.parts does, emptying `tensors`."""
-    while tensors:
-        part = layer_of(next(iter(tensors)))
-        yield part, {name: tensors.pop(name) for name in list(tensors) if layer_of(name) == part}
-
-
-def layer_of(name: str) -> int | None:
-    """Return the layer that a tensor belongs to, None for one that belongs to none."""
-    return int(name.split(".")[1]) if name.startswith("layers.") else None
-
-
-def _part_of(unit: Unit) -> int | None:
-    return layer_of(unit.key.names[0] if isinstance(unit.key, _Expert) else unit.key.name)
-
-
-def _host_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.device.type == "cpu")
+def _names(prefix: str, numbers: list[int], matrices: tuple[str, ...] = ("w1", "w2", "w3")) -> Iterator[str]:
+    """Yield the names of experts' matrices, of one expert after the other."""
+    return (f"{prefix}.{number}.{matrix}.weight" for number in numbers for matrix in matrices)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import engine.model.model
 import engine.model.moe
+import engine.model.weights
 import engine.runner
 from engine.model.config import load_config
 from engine.model.moe import MixtureOfExperts
@@ -167,6 +168,33 @@ def test_scales_may_lie_in_another_shard_and_experts_in_any_order(oracle, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(oracle.config("mx")))
     loaded = read(tmp_path)
     assert all(torch.equal(whole(loaded, stack), wanted(oracle, stack)) for stack in STACKS)
+
+
+@pytest.mark.parametrize("change", [lambda tensors: None, four_bits.to_nvfp4], ids=["mxfp4", "nvfp4"])
+def test_experts_are_packed_together_and_one_by_one_alike(edit, monkeypatch, change):
+    folder = edit("mx", change)
+    together = read(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model.weights, "read_four_bits", None)  # nobody asks for it
+        assert read(folder).packed == together.packed
+    monkeypatch.setattr(engine.model.weights, "read_sound_four_bits", lambda *args: None)
+    alone = read(folder)
+    assert alone.packed == together.packed
+    assert all(torch.equal(alone.tensors[name], together.tensors[name]) for name in together.tensors)
+
+
+def test_one_expert_that_is_not_sound_does_not_change_the_others(oracle, edit):
+    """Its scales of zeros are fine where its codes are zero: it is looked at closely, and so are those beside it."""
+
+    def change(tensors):
+        four_bits.to_nvfp4(tensors)
+        for suffix in ("weight", "weight_scale"):
+            tensors[f"{EXPERT}.w2.{suffix}"].view(torch.uint8).zero_()
+
+    loaded = read(edit("mx", change))
+    found, values = whole(loaded, STACKS[3]), wanted(oracle, STACKS[3])
+    assert not found[2].any()
+    assert all(torch.equal(found[e], values[e]) for e in (0, 1, 3))
 
 
 def test_what_is_loaded_is_told(edit):

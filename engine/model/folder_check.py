@@ -1,0 +1,39 @@
+"""Whether a checkpoint folder can be loaded, by config and headers: asked by all who start something. No torch.
+
+The loader (weights.py) asks the same of the same functions, but only when a rank has its GPU and torch in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from engine.model.config import ConfigError, DeepSeekV4Config, shard_paths
+from engine.model.shard_files import read_headers
+from engine.model.stored_forms import check_forms
+from engine.model.tensor_specs import tensor_specs
+
+_SHOWN = 20
+
+
+def require_loadable(folder: str | Path, config: DeepSeekV4Config) -> None:
+    """Raise ConfigError listing weight files and tensors that would not be loaded. A second for a published model.
+
+    config: of the whole model.
+    """
+    stamps = tuple((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in shard_paths(folder))
+    problems = _problems(str(folder), config, stamps)
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConfigError(
+            f"{folder}: {len(problems)} tensors or files don't fit config.json:\n  {shown}{more}; "
+            f"`isthmus model check {folder}` says what to do about each"
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def _problems(folder: str, config: DeepSeekV4Config, stamps: tuple[tuple[str, int, int], ...]) -> tuple[str, ...]:
+    """stamps: of the files, so that groups of one folder have it looked at once, and again when it has changed."""
+    files = read_headers(folder)
+    return tuple(files.problems or check_forms(files, tensor_specs(config), config))

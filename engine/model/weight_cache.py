@@ -1,0 +1,205 @@
+"""A rank's tensors as its model takes them, packed and cut, kept in a folder: a later start reads just these.
+
+    ROOT/KEY/manifest.json     what the tensors are of: checkpoint, part, dtypes, order; KEY is a hash of that
+    ROOT/KEY/part-….safetensors   a layer's tensors, or those of no layer
+
+A folder appears under its name when all of it is on disk. One that is damaged or whose manifest says something else is
+never read: it is made again. What can't be written is not kept, and said; the weights are served all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from engine.model.checkpoint import WeightsError
+from engine.model.config import DeepSeekV4Config, model_fingerprint
+from engine.model.lots import DTYPES, LARGE_BYTES, Piece, Unit
+from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
+from engine.model.shard import Shard
+from engine.model.shard_files import ShardFiles, StoredTensor, read_files
+from engine.model.weights import WeightLoader
+from kernels.expert_weights import ORDER
+
+_MANIFEST = "manifest.json"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Say = Callable[[str], None]
+
+
+def read_weights(
+    folder: str | Path,
+    config: DeepSeekV4Config,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    keeps_packed: bool,
+    shard: Shard,
+    progress: Say | None = None,
+    cache: str | Path = "",
+) -> Iterator[WeightPart]:
+    """Yield a checkpoint's parts as a WeightLoader does, from the folder `cache` if they lie there.
+
+    cache: if they don't, they are put there; "": neither.
+    """
+    say = progress or (lambda _: None)
+    loader = partial(
+        WeightLoader,
+        folder,
+        config,
+        dtype=dtype,
+        device=device,
+        keeps_packed=keeps_packed,
+        shard=shard,
+        progress=say,
+    )
+    if not cache:
+        yield from loader().parts()
+        return
+    kept = WeightCache(
+        Path(cache),
+        fingerprint=model_fingerprint(folder),
+        shard=shard,
+        dtype=dtype,
+        keeps_packed=keeps_packed,
+        device=device,
+        say=say,
+    )
+    yield from kept.load() or kept.keep(loader().parts())
+
+
+class _Rows(NamedTuple):
+    name: str
+    to: slice | None
+
+
+class WeightCache:
+    """The tensors of one rank. stats: of what was read from here."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fingerprint: str,
+        shard: Shard,
+        dtype: torch.dtype,
+        keeps_packed: bool,
+        device: torch.device,
+        say: Say,
+    ) -> None:
+        """fingerprint: of config and weights (config.model_fingerprint).   device: as WeightLoader has it."""
+        key = {
+            "checkpoint": fingerprint,
+            "part": f"{shard.index}/{shard.count}{' by expert' if shard.by_expert else ''}",
+            "dtype": str(dtype).removeprefix("torch."),
+            "order": ORDER if keeps_packed else "",
+        }
+        self._manifest = json.dumps(key, sort_keys=True)
+        self.folder = root / hashlib.sha256(self._manifest.encode()).hexdigest()[:16]
+        self._device, self._say = device, say
+        self.stats = LoadStats(0, 0.0, 0)
+
+    def load(self) -> Iterator[WeightPart] | None:
+        """Return the parts that lie here, None if there are none that can be used."""
+        if not self.folder.exists():
+            return None
+        try:
+            if (self.folder / _MANIFEST).read_text(encoding="utf-8") != self._manifest:
+                raise ValueError(f"{_MANIFEST} is of another checkpoint or part")
+            files = read_files(self.folder, sorted(self.folder.glob("*.safetensors")))
+            if files.problems:
+                raise ValueError(files.problems[0])
+        except (OSError, ValueError) as problem:
+            self._say(f"weights: the cache {self.folder} is not used and made again: {problem}")
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return None
+        self._say(f"weights: from the cache {self.folder}")
+        return self._parts(files)
+
+    def keep(self, parts: Iterator[WeightPart]) -> Iterator[WeightPart]:
+        """Yield parts on, writing each; the cache is there once all have been taken."""
+        writing = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
+        is_kept = True
+        try:
+            for part, tensors in parts:
+                if is_kept:
+                    is_kept = self._tried(_write_part, writing, part, tensors)
+                yield part, tensors
+            if is_kept and self._tried(self._publish, writing):
+                self._say(f"weights: kept in the cache {self.folder}")
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+
+    def _tried(self, write: Callable[..., None], *args: object) -> bool:
+        try:
+            write(*args)
+        except OSError as problem:
+            self._say(f"weights: not kept in the cache {self.folder}: {problem}")
+            return False
+        return True
+
+    def _publish(self, writing: Path) -> None:
+        (writing / _MANIFEST).write_text(self._manifest, encoding="utf-8")
+        try:
+            os.rename(writing, self.folder)
+        except OSError:  # another process may have made it meanwhile, from the same weights
+            if not (self.folder / _MANIFEST).exists():
+                raise
+
+    def _parts(self, files: ShardFiles) -> Iterator[WeightPart]:
+        units = [unit for name, stored in files.tensors.items() for unit in _units(name, stored)]
+        reader = PartReader(units, files.paths, device=self._device, say=self._say)
+
+        def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
+            name, to = unit.key
+            if to is None:
+                tensors[name] = raw[name].clone()
+                return
+            if name not in tensors:
+                shape = files.tensors[name].shape
+                tensors[name] = torch.empty(shape, dtype=raw[name].dtype, device=self._device)
+            tensors[name][to] = raw[name]
+
+        try:
+            yield from reader.parts(take)
+        except OSError as problem:
+            raise WeightsError(f"{self.folder}: can't be read, delete it: {problem}") from None
+        self.stats = reader.stats
+        self._say(f"weights: {reader.stats.read_bytes / 1e9:.3f} GB read in {reader.stats.seconds:.1f} s")
+
+
+def _units(name: str, stored: StoredTensor) -> list[Unit]:
+    """Return what is read of a tensor: all of it, or for a large one some rows at a time."""
+    part, rows = layer_of(name), stored.shape[0] if stored.shape else 1
+    if stored.num_bytes <= LARGE_BYTES:
+        return [Unit(_Rows(name, None), part, (Piece.of(name, stored),))]
+    step = max(1, LARGE_BYTES * rows // max(1, stored.num_bytes))
+    cuts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [Unit(_Rows(name, cut), part, (Piece.of(name, stored, cut),)) for cut in cuts]
+
+
+def _write_part(folder: Path, part: int | None, tensors: Tensors) -> None:
+    """Write a safetensors file, some rows of a tensor at a time: host memory never has all of a large one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header, end = dict[str, object](), 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as the format asks
+    with (folder / f"part-{'ends' if part is None else f'{part:03}'}.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            for some in torch.split(flat, LARGE_BYTES):
+                file.write(some.cpu().numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
