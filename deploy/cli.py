@@ -193,6 +193,21 @@ def _check(argv: list[str]) -> int:
     return check(load_cluster_config(args, os.environ), environ=os.environ, as_json=args.json)
 
 
+@verb(
+    "model", "`model check DIR`: what a checkpoint holds and whether it can be served; `model synthesize`: one to test"
+)
+def _model(argv: list[str]) -> int:
+    if argv[:1] == ["check"]:
+        from deploy.model_check import main as run_check
+
+        return run_check(_with_model_folder(argv[1:]))
+    if argv[:1] == ["synthesize"]:
+        from deploy.model_synthesize import main as run_synthesize
+
+        return run_synthesize(argv[1:])
+    return _usage("model", "check DIR [...] | synthesize OUT --like v4-flash [...]      (each with --help)", argv)
+
+
 @verb("kernels", "`kernels check`: compile every GPU kernel for its targets and check it; needs no GPU")
 def _kernels(argv: list[str]) -> int:
     if argv[:1] != ["check"]:

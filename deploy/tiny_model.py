@@ -272,11 +272,11 @@ def _draw(tensor: Tensor) -> NDArray[Any]:
         order = np.argsort(rng.random((tensor.shape[0], CONFIG["n_routed_experts"])), axis=1)
         return np.ascontiguousarray(order[:, : tensor.shape[1]], dtype="<i8")
     values = (tensor.mean + tensor.std * rng.standard_normal(tensor.shape)).astype("<f4")
-    return values if tensor.dtype == "float32" else _to_bfloat16(values)
+    return values if tensor.dtype == "float32" else to_bfloat16(values)
 
 
-def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round finite float32 to the nearest bfloat16, ties to even; returns its 16 bits."""
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the 16 bits of finite float32 values as the nearest bfloat16, ties to even."""
     bits = values.view("<u4").astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 

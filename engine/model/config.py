@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-ARCHITECTURE = "DeepseekV4ForCausalLM"
-MODEL_TYPE = "deepseek_v4"
+from engine.model.config_fields import ARCHITECTURE, check_architecture, official_fields
+from engine.model.config_fields import ConfigError as ConfigError
+
 CSA_RATIO = 4
 HCA_RATIO = 128
 SUPPORTED_RATIOS = (0, CSA_RATIO, HCA_RATIO)
@@ -43,10 +45,6 @@ _FIXED: dict[str, Any] = {
 _HASHED_WHOLE_BYTES = 16 << 20
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
-
-
-class ConfigError(ValueError):
-    """A config.json that this engine can't serve. The text names the field, its value and what to do."""
 
 
 class YarnScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,12 +128,13 @@ def load_config(folder: str | Path) -> DeepSeekV4Config:
     """Return the checked config of a checkpoint folder (config.json, generation_config.json). Raises ConfigError."""
     raw = _read_json(Path(folder) / "config.json")
     generation = Path(folder) / "generation_config.json"
-    return parse_config(raw, _read_json(generation) if generation.exists() else None)
+    return parse_config(raw, _read_json(generation) if os.path.lexists(generation) else None)
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> DeepSeekV4Config:
     """Return the checked config of a decoded config.json (and generation_config.json). Raises ConfigError."""
-    _check_architecture(raw)
+    check_architecture(raw)
+    raw = official_fields(raw)
     for name, wanted in _FIXED.items():
         if name in raw and raw[name] != wanted:
             raise ConfigError(f"config.json: {name} is {raw[name]!r}; {ARCHITECTURE} is served with {wanted!r} only")
@@ -143,12 +142,12 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     missing = [name for name in needed if raw.get(name) is None]
     if missing:
         raise ConfigError(f"config.json lacks {', '.join(missing)}: take the file published with the checkpoint")
-    scaling = raw["rope_scaling"]
-    kind = scaling.get("type", scaling.get("rope_type", "yarn")) if isinstance(scaling, dict) else scaling
-    if kind != "yarn":
-        raise ConfigError(f"config.json: rope_scaling type is {kind!r}; only 'yarn' is implemented")
+    _check_scaling(raw["rope_scaling"])
     values = {name: raw[name] for name in needed}
-    values["weight_block_size"] = _block_size(raw.get("quantization_config") or {})
+    quantization = raw.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ConfigError(f"config.json: quantization_config is {quantization!r}; wanted an object, or none")
+    values["weight_block_size"] = _block_size(quantization)
     values["compress_ratios"] = _layer_ratios(raw)
     values["stored_matrices"], values["stored_experts"] = _stored_forms(raw)
     values["bos_token_id"] = raw.get("bos_token_id") or 0
@@ -170,18 +169,27 @@ def shard_paths(folder: str | Path) -> list[Path]:
     names = sorted(set(weight_map(folder).values())) or [SINGLE_FILE]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ConfigError(f"{folder}: lacks {', '.join(missing[:5])} ({len(missing)} of {len(names)} weight files)")
+        shown = ", ".join(name + _why_no_file(folder / name) for name in missing[:5])
+        raise ConfigError(
+            f"{folder}: lacks {shown} ({len(missing)} of {len(names)} weight files); fetch what is missing"
+        )
     return [folder / name for name in names]
+
+
+def _why_no_file(path: Path) -> str:
+    if path.is_dir():
+        return " (a folder is in its place)"
+    return f" (a link to {path.readlink()}, which leads to no file)" if path.is_symlink() else ""
 
 
 def weight_map(folder: str | Path) -> dict[str, str]:
     """Return which file holds each tensor as the index says, nothing without an index. Raises ConfigError."""
     index = Path(folder) / WEIGHT_INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         return {}
     found = _read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise ConfigError(f"{index}: has no weight_map")
+        raise ConfigError(f"{index}: has no weight_map; fetch it again")
     return {str(name): str(file) for name, file in found.items()}
 
 
@@ -218,24 +226,23 @@ def _read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the folder of a DeepSeek-V4 checkpoint") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read ({error.strerror}); fetch it again, or see who may read it") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); fetch it again") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: wanted a JSON object, found {type(raw).__name__}")
+        raise ConfigError(f"{path}: wanted a JSON object, found {type(raw).__name__}; fetch it again")
     return raw
 
 
-def _check_architecture(raw: dict[str, Any]) -> None:
-    model_type, architectures = raw.get("model_type"), raw.get("architectures") or []
-    if model_type == "deepseek_v41" or "DeepseekV41ForCausalLM" in architectures:
+def _check_scaling(scaling: Any) -> None:
+    kind = scaling.get("type", scaling.get("rope_type", "yarn")) if isinstance(scaling, dict) else scaling
+    if kind != "yarn":
+        raise ConfigError(f"config.json: rope_scaling type is {kind!r}; only 'yarn' is implemented")
+    if scaling.get("attention_factor", 1) != 1:
         raise ConfigError(
-            "config.json: model_type 'deepseek_v41' (DeepSeek-V4.1) is another architecture (shared KV layers, n-gram "
-            "tables, no hash layers) and is not implemented; serve a 'deepseek_v4' checkpoint"
-        )
-    if model_type != MODEL_TYPE or (architectures and ARCHITECTURE not in architectures):
-        raise ConfigError(
-            f"config.json: model_type {model_type!r}, architectures {architectures!r}: "
-            f"wanted {MODEL_TYPE!r} and {ARCHITECTURE!r}"
+            f"config.json: attention_factor of the rotary embedding is {scaling['attention_factor']!r}; the model is "
+            "served with 1 only: take the file published with the checkpoint"
         )
 
 
@@ -246,13 +253,11 @@ def _layer_ratios(raw: dict[str, Any]) -> tuple[int, ...]:
         raise ConfigError(f"config.json: compress_ratios must be a list of integers, found {ratios!r}")
     if not isinstance(layers, int):
         raise ConfigError(f"config.json: num_hidden_layers must be an integer, found {layers!r}")
-    drafts = raw.get("num_nextn_predict_layers") or 0
-    is_dspark = any(name.startswith("dspark_") for name in raw)
-    fits = len(ratios) >= layers if is_dspark else len(ratios) in (layers, layers + drafts)
-    if not fits:
+    # Exports differ in how many drafting blocks they count, and none of these has a compressor.
+    if len(ratios) < layers or any(ratios[layers:]):
         raise ConfigError(
-            f"config.json: compress_ratios has {len(ratios)} entries; wanted {layers} (num_hidden_layers) or "
-            f"{layers + drafts} (with num_nextn_predict_layers)"
+            f"config.json: compress_ratios has {len(ratios)} entries; wanted {layers} (num_hidden_layers), and zeros "
+            f"for drafting blocks after them: {ratios[layers:]}"
         )
     for index, ratio in enumerate(ratios):
         if ratio not in SUPPORTED_RATIOS:
@@ -286,7 +291,7 @@ def _stored_forms(raw: dict[str, Any]) -> tuple[StoredMatrices, StoredExperts]:
     quantization = raw.get("quantization_config") or {}
     if not quantization:
         return "float", "float"
-    if raw.get("expert_dtype", "fp4") != "fp4":
+    if (raw.get("expert_dtype") or "fp4") != "fp4":
         return "fp8", "fp8"
     return "fp8", "nvfp4" if quantization.get("moe_quant_algo") == "NVFP4" else "mxfp4"
 
@@ -306,6 +311,8 @@ def _check_sizes(c: DeepSeekV4Config) -> None:
         zero_is_fine = field.name in ("num_hash_layers", "bos_token_id")
         if isinstance(value, int | float) and (value < 0 or (value == 0 and not zero_is_fine)):
             raise ConfigError(f"config.json: {field.name} is {value}; must be positive")
+    if min(c.weight_block_size) < 1:
+        raise ConfigError(f"config.json: weight_block_size is {list(c.weight_block_size)}; must be positive")
     if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim >= c.head_dim:
         raise ConfigError(
             f"config.json: qk_rope_head_dim {c.qk_rope_head_dim} must be even and below head_dim {c.head_dim}"

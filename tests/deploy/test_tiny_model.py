@@ -94,7 +94,7 @@ def test_tokenizer_covers_the_vocabulary(folder: Path) -> None:
 def test_bfloat16_rounds_as_torch_does() -> None:
     values = np.random.default_rng(0).standard_normal(10000).astype(np.float32)
     values[:4] = [1 + 2**-8, 1 + 3 * 2**-8, 0.0, -0.0]  # two ties, to even both ways
-    ours = torch.from_numpy(tiny_model._to_bfloat16(values).astype(np.int32).astype(np.int16)).view(torch.bfloat16)
+    ours = torch.from_numpy(tiny_model.to_bfloat16(values).astype(np.int32).astype(np.int16)).view(torch.bfloat16)
     assert torch.equal(ours, torch.from_numpy(values).bfloat16())
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.config import ConfigError, load_config, model_fingerprint, parse_config
+from engine.model.config import ConfigError, load_config, model_fingerprint, parse_config, shard_paths
 
 
 @pytest.fixture
@@ -49,8 +49,30 @@ def test_published_schedules_are_understood(raw):
         ({"model_type": "deepseek_v41"}, "deepseek_v41.*another architecture"),
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
-        ({"compress_ratios": [0, 4, 128]}, "3 entries; wanted 6 .* or 7"),
-        ({"compress_ratios": [0, 4, 128, 4, 128, 0, 0, 0]}, "8 entries"),
+        ({"compress_ratios": [0, 4, 128]}, r"3 entries; wanted 6 \(num_hidden_layers\)"),
+        (
+            {"compress_ratios": [0, 4, 128, 4, 128, 0, 0, 4]},
+            r"8 entries; .*zeros for drafting blocks after them: \[0, 4\]",
+        ),
+        ({"vision_config": {"depth": 24}}, "vision_config: a vision model .* serve DeepSeek-V4-Flash"),
+        ({"architectures": "DeepseekV4ForCausalLM"}, "architectures is 'Deep"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
+        ({"quantization_config": {"weight_block_size": [0, 128]}}, r"weight_block_size is \[0, 128\]"),
+        ({"layer_types": ["full_attention"] * 6}, r"layer_types\[0\] is 'full_attention'; known are sliding"),
+        ({"layer_types": ["sliding_attention"] * 6}, "compress_ratios is .*, but its newer fields say"),
+        ({"mlp_layer_types": ["moe", "hash_moe"]}, r"mlp_layer_types\[1\] is 'hash_moe'; served are layers"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters has sets for sliding_attention; known are"),
+        ({"rope_parameters": {"compress": {}}}, "rope_parameters lacks the set 'main'"),
+        (
+            {"rope_parameters": {"main": {"rope_type": "yarn"}, "compress": {}}},
+            "rope_parameters.main has rope_type 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5}},
+            "rope_theta is 10000, but its newer fields say 5",
+        ),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, "rope_scaling type is 'default'"),
+        ({"rope_scaling": {"type": "yarn", "attention_factor": 1.3}}, "attention_factor .* is 1.3"),
         ({"compress_ratios": [0, 4, 128, 8, 128, 0, 0]}, r"compress_ratios\[3\] is 8; supported are 0, 4 and 128"),
         ({"compress_ratios": "0,4"}, "compress_ratios must be a list"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
@@ -85,6 +107,63 @@ def test_the_published_nvfp4_variant_is_accepted(raw):
 def test_experts_may_be_declared_mxfp4(raw):
     quantization = {"quant_method": "fp8", "moe_quant_algo": "MXFP4", "group_size": 32}
     assert parse_config(raw | {"quantization_config": quantization}).stored_experts == "mxfp4"
+
+
+@pytest.mark.parametrize("surplus", [[], [0], [0, 0, 0]])
+@pytest.mark.parametrize("drafts", [0, 1, None])
+def test_drafting_blocks_are_counted_as_each_export_likes(raw, surplus, drafts):
+    ratios = raw["compress_ratios"][:6]
+    changed = raw | {"compress_ratios": ratios + surplus, "num_nextn_predict_layers": drafts}
+    assert parse_config(changed) == parse_config(raw)
+
+
+def as_transformers_writes(raw, rope):
+    """The config with the names of transformers 5, its rotary embedding as `rope`."""
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    dropped = ("compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "n_routed_experts")
+    kept = {name: value for name, value in raw.items() if name not in dropped}
+    if "main" in rope.get("rope_parameters", {}):
+        del kept["rope_theta"], kept["compress_rope_theta"]
+    return kept | {
+        "layer_types": [kinds[ratio] for ratio in raw["compress_ratios"][:6]],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 4,
+        "partial_rotary_factor": raw["qk_rope_head_dim"] / raw["head_dim"],
+        "num_local_experts": raw["n_routed_experts"],
+        **rope,
+    }
+
+
+YARN = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1, "rope_type": "yarn"}
+ROPES = {
+    "a set each": {
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.125},
+            "compress": {**YARN, "type": "yarn", "rope_theta": 160000, "attention_factor": 1.0},
+        }
+    },
+    "flat": {"rope_parameters": {**YARN, "rope_theta": 10000}},
+    "without theta": {"rope_parameters": YARN},
+    "beside": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "compress_rope_parameters": {**YARN, "rope_theta": 160000.0},
+    },
+    "both names": {"rope_scaling": {"type": "yarn", **YARN}, "rope_parameters": YARN},
+    "rope_type": {"rope_scaling": YARN},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_renamed_fields_mean_what_they_were(raw, rope):
+    assert parse_config(as_transformers_writes(raw, rope)) == parse_config(raw)
+
+
+def test_experts_of_no_declared_type_are_four_bits(raw):
+    quantized = raw | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for change in ({}, {"expert_dtype": None}, {"expert_dtype": "fp4"}):
+        changed = {k: v for k, v in quantized.items() if k != "expert_dtype"} | change
+        assert parse_config(changed).stored_experts == "mxfp4"
+    assert parse_config(quantized | {"expert_dtype": "fp8"}).stored_experts == "fp8"
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "compress_ratios", "index_topk", "swiglu_limit", "rope_scaling"])
@@ -145,6 +224,27 @@ def test_fingerprint_tells_two_large_weight_sets_apart(copy):
         return model_fingerprint(copy)
 
     assert write(0) == write(0) != write(1)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_links_in_circles_are_refused(copy, name):
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(copy / name)
+    with pytest.raises(ConfigError, match=f"{name}: can't be read .*symbolic links.*fetch it again"):
+        load_config(copy)
+        shard_paths(copy)
+
+
+def test_what_stands_in_place_of_a_weight_file_is_told(copy):
+    path = copy / "model.safetensors"
+    path.unlink()
+    path.symlink_to("blob")
+    with pytest.raises(ConfigError, match=r"model\.safetensors \(a link to blob, which leads to no file\)"):
+        shard_paths(copy)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"model\.safetensors \(a folder is in its place\)"):
+        shard_paths(copy)
 
 
 def test_missing_or_cut_weight_files_are_refused(copy):
