@@ -8,10 +8,8 @@ from pathlib import Path
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import InnerSlice, Packing, size_problem, split_name
 from engine.model.shard_files import ShardFiles, StoredTensor, read_headers
-from engine.model.stored_forms import beside, check_forms, four_bits_of
+from engine.model.stored_forms import beside, check_forms, four_bits_of, listed
 from engine.model.tensor_specs import TensorSpec
-
-_SHOWN = 20
 
 
 class WeightsError(ValueError):
@@ -54,6 +52,4 @@ def packings(
 def refuse(folder: str | Path, problems: list[str]) -> None:
     """Raise WeightsError if there are problems."""
     if problems:
-        shown = "\n  ".join(problems[:_SHOWN])
-        more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise WeightsError(f"{folder}: {len(problems)} tensors don't fit config.json:\n  {shown}{more}")
+        raise WeightsError(listed(folder, problems))

@@ -9,11 +9,7 @@ import functools
 from pathlib import Path
 
 from engine.model.config import ConfigError, DeepSeekV4Config, shard_paths
-from engine.model.shard_files import read_headers
-from engine.model.stored_forms import check_forms
-from engine.model.tensor_specs import tensor_specs
-
-_SHOWN = 20
+from engine.model.stored_forms import check_folder, listed
 
 
 def require_loadable(folder: str | Path, config: DeepSeekV4Config) -> None:
@@ -24,16 +20,12 @@ def require_loadable(folder: str | Path, config: DeepSeekV4Config) -> None:
     stamps = tuple((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in shard_paths(folder))
     problems = _problems(str(folder), config, stamps)
     if problems:
-        shown = "\n  ".join(problems[:_SHOWN])
-        more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
-            f"{folder}: {len(problems)} tensors or files don't fit config.json:\n  {shown}{more}; "
-            f"`isthmus model check {folder}` says what to do about each"
+            f"{listed(folder, list(problems))}\n`isthmus model check {folder}` says what to do about each"
         )
 
 
 @functools.lru_cache(maxsize=4)
 def _problems(folder: str, config: DeepSeekV4Config, stamps: tuple[tuple[str, int, int], ...]) -> tuple[str, ...]:
     """stamps: of the files, so that groups of one folder have it looked at once, and again when it has changed."""
-    files = read_headers(folder)
-    return tuple(files.problems or check_forms(files, tensor_specs(config), config))
+    return tuple(check_folder(folder, config))

@@ -14,11 +14,12 @@ hold is for stored_values.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.model.config import DeepSeekV4Config
-from engine.model.shard_files import ShardFiles, StoredTensor
-from engine.model.tensor_specs import TensorSpec
+from engine.model.shard_files import ShardFiles, StoredTensor, read_headers
+from engine.model.tensor_specs import TensorSpec, tensor_specs
 
 FourBits = Literal["nvfp4", "mxfp4"]
 GROUP: dict[FourBits, int] = {"nvfp4": 16, "mxfp4": 32}  # columns that share a scale
@@ -27,6 +28,7 @@ SCALES = ("F8_E8M0", "U8", "F32")
 FOUR_BITS = ("I8", "U8")
 DRAFT = "mtp."  # what tensors of drafting blocks are called; they are read past
 BESIDE = ("scale", "weight_scale", "weight_scale_2", "input_scale")
+_SHOWN = 20
 _AGAIN = "export the checkpoint again, or take a published one"
 
 
@@ -92,6 +94,22 @@ def check_forms(files: ShardFiles, specs: Mapping[str, TensorSpec], config: Deep
     known = specs.keys() | others_beside
     others = [n for n in tensors if n not in known and not n.startswith(DRAFT)]
     return problems + [f"{n}: not part of this model" for n in others]
+
+
+def check_folder(folder: str | Path, config: DeepSeekV4Config) -> list[str]:
+    """Return what is wrong with a folder's weight files, tensors among it, by headers; of files alone if it is those.
+
+    Raises ConfigError for files that are not there.
+    """
+    files = read_headers(folder)
+    return files.problems or check_forms(files, tensor_specs(config), config)
+
+
+def listed(folder: str | Path, problems: list[str]) -> str:
+    """Return problems as the text of one error."""
+    shown = "\n  ".join(problems[:_SHOWN])
+    more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return f"{folder}: {len(problems)} tensors or files don't fit config.json:\n  {shown}{more}"
 
 
 def _part_problems(stored: StoredTensor | None, name: str, part: _Part) -> Iterator[str]:
