@@ -56,7 +56,10 @@ class Tokenizer:
         try:
             return cls(_Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception for a file it can't read
-            raise ValueError(f"{path}: not a tokenizer that `tokenizers` can load: {error}") from error
+            raise ValueError(
+                f"{path}: not a tokenizer that `tokenizers` can load: {error}; fetch it again, or remove it to serve "
+                "token ids alone"
+            ) from error
 
     @property
     def vocab_size(self) -> int:

@@ -20,9 +20,8 @@ def require_loadable(folder: str | Path, config: DeepSeekV4Config) -> None:
     stamps = tuple((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in shard_paths(folder))
     problems = _problems(str(folder), config, stamps)
     if problems:
-        raise ConfigError(
-            f"{listed(folder, list(problems))}\n`isthmus model check {folder}` says what to do about each"
-        )
+        told = listed(folder, list(problems))
+        raise ConfigError(f"{told}\n; `isthmus model check {folder}` says what to do about each")
 
 
 @functools.lru_cache(maxsize=4)

@@ -76,12 +76,18 @@ def read_files(folder: Path, paths: Iterable[Path]) -> ShardFiles:
     for path in files.paths.values():
         try:
             entries = _entries(path)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            remedy = "see who may read it" if isinstance(error, PermissionError) else "see what is wrong with its disk"
+            files.problems.append(f"{path.name}: can't be opened ({error.strerror}); {remedy}, or fetch it again")
+            continue
+        except ValueError as error:
             files.problems.append(f"{path.name}: can't be opened ({error}); fetch it again")
             continue
         for name, tensor in entries:
             if name in files.tensors:
-                files.problems.append(f"{name}: stored in both {files.tensors[name].file} and {path.name}")
+                files.problems.append(
+                    f"{name}: stored in both {files.tensors[name].file} and {path.name}; fetch both again"
+                )
             files.tensors[name] = tensor
     return files
 
@@ -100,12 +106,10 @@ def _entries(path: Path) -> list[tuple[str, StoredTensor]]:
         header = json.loads(text, object_pairs_hook=list)  # a name that stands twice is to be seen
     except ValueError as error:
         raise ValueError(f"its header is not JSON: {error}") from None
-    if not isinstance(header, list):
+    if not isinstance(header, list) or not all(isinstance(entry, tuple) for entry in header):
         raise ValueError("its header is no JSON object")
     first = _LENGTH_BYTES + length
-    entries = [
-        (name, _stored(path.name, name, dict(about), first, size)) for name, about in header if name != "__metadata__"
-    ]
+    entries = [(name, _stored(path.name, name, about, first, size)) for name, about in header if name != "__metadata__"]
     end = max((tensor.start + tensor.num_bytes for _, tensor in entries), default=first)
     if end != size:
         how = "cut short" if end > size else "too long"
@@ -118,8 +122,10 @@ def _entries(path: Path) -> list[tuple[str, StoredTensor]]:
     return entries
 
 
-def _stored(file: str, name: str, about: dict[str, Any], first: int, size: int) -> StoredTensor:
+def _stored(file: str, name: str, pairs: Any, first: int, size: int) -> StoredTensor:
+    """pairs: of the tensor's entry, or what stands in its place."""
     try:
+        about = dict(pairs)
         dtype, shape, (begin, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
         wanted = -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
         if not 0 <= begin <= end or end - begin != wanted:

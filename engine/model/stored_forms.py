@@ -109,7 +109,8 @@ def listed(folder: str | Path, problems: list[str]) -> str:
     """Return problems as the text of one error."""
     shown = "\n  ".join(problems[:_SHOWN])
     more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return f"{folder}: {len(problems)} tensors or files don't fit config.json:\n  {shown}{more}"
+    remedy = "take config.json and all files of one revision"
+    return f"{folder}: {len(problems)} tensors or files don't fit config.json; {remedy}:\n  {shown}{more}"
 
 
 def _part_problems(stored: StoredTensor | None, name: str, part: _Part) -> Iterator[str]:
