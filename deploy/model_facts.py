@@ -274,12 +274,12 @@ def _encoding(folder: Path, variant: str) -> list[Finding]:
     if texts is None:
         seen = f"no {FOLDER}/*.py: chats go, but tools, response formats and efforts that need its texts are refused"
         return [Finding("encoding", "warning", seen, _SOURCE)]
-    if "0731" in variant and texts.release == "V4-Flash":
-        seen = f"{texts.source} is of V4-Flash, the weights are of -0731: efforts would have the wrong texts"
-        return [Finding("encoding", "warning", seen, _SOURCE)]
     if unreadable := sorted(name for name in texts.unreadable if name in _TEXTS or name.startswith(_EFFORTS)):
         names = ", ".join(unreadable)
         seen = f"{texts.source}: can't be read as constants: {names}; requests that need them are refused"
+        return [Finding("encoding", "warning", seen, _SOURCE)]
+    if "0731" in variant and texts.release == "V4-Flash":
+        seen = f"{texts.source} is of V4-Flash, the weights are of -0731: efforts would have the wrong texts"
         return [Finding("encoding", "warning", seen, _SOURCE)]
     return [Finding("encoding", "ok", f"{texts.source}: {len(texts.constants)} texts, as of {texts.release}")]
 

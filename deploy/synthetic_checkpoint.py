@@ -121,8 +121,8 @@ def _four_bits(name: str, shape: tuple[int, ...], format: FourBits) -> Iterator[
 
 
 def _binary_scales(name: str, shape: tuple[int, ...], scale: float) -> Drawn:
-    """Return powers of two near `scale` as e8m0."""
-    top = round(math.log2(scale)) + 127
+    """Return two neighbouring powers of two as e8m0, equally likely, whose mean square is near that of `scale`."""
+    top = round(math.log2(scale / math.sqrt(0.625))) + 127
     return Drawn(name, "F8_E8M0", shape, Law("range", top - 1, top), name)
 
 

@@ -47,6 +47,9 @@ NO_TORCH = (
     "deploy.cluster",
     "deploy.cli",
     "deploy.tiny_model",
+    "deploy.model_check",
+    "deploy.model_synthesize",
+    "engine.model.folder_check",
 )
 
 
