@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -306,11 +307,12 @@ def _ids(raw: dict[str, Any]) -> list[int]:
 
 def _check_sizes(c: DeepSeekV4Config) -> None:
     """Raise ConfigError for sizes that contradict one another."""
-    for field in msgspec.structs.fields(c):
-        value = getattr(c, field.name)
-        zero_is_fine = field.name in ("num_hash_layers", "bos_token_id")
-        if isinstance(value, int | float) and (value < 0 or (value == 0 and not zero_is_fine)):
-            raise ConfigError(f"config.json: {field.name} is {value}; must be positive")
+    numbers = msgspec.structs.asdict(c)
+    numbers |= {f"rope_scaling.{name}": value for name, value in msgspec.structs.asdict(c.rope_scaling).items()}
+    for name, value in numbers.items():
+        zero_is_fine = name in ("num_hash_layers", "bos_token_id")
+        if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and zero_is_fine)):
+            raise ConfigError(f"config.json: {name} is {value}; must be positive")
     if min(c.weight_block_size) < 1:
         raise ConfigError(f"config.json: weight_block_size is {list(c.weight_block_size)}; must be positive")
     if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim >= c.head_dim:

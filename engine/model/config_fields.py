@@ -12,6 +12,7 @@ An official field that is there wins, where both say the same; two that contradi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -59,7 +60,7 @@ def official_fields(raw: dict[str, Any]) -> dict[str, Any]:
     if "num_local_experts" in raw:
         found["n_routed_experts"] = raw["num_local_experts"]
     factor, head_dim = raw.get("partial_rotary_factor"), raw.get("head_dim")
-    if isinstance(factor, int | float) and isinstance(head_dim, int):
+    if isinstance(factor, int | float) and math.isfinite(factor) and isinstance(head_dim, int):
         found["qk_rope_head_dim"] = int(head_dim * factor)
     found |= _rope(raw)
     for name, value in found.items():
@@ -83,7 +84,7 @@ def _ratios(raw: dict[str, Any]) -> list[int]:
     rates = raw.get("compress_rates")
     known = _RATES | (rates if isinstance(rates, dict) else {})
     for index, kind in enumerate(raw["layer_types"]):
-        if kind not in _RATES:
+        if not isinstance(kind, str) or kind not in _RATES:
             raise ConfigError(f"config.json: layer_types[{index}] is {kind!r}; known are {', '.join(_RATES)}")
     return [known[kind] for kind in raw["layer_types"]]
 
