@@ -168,7 +168,9 @@ def shard_paths(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     names = sorted(set(weight_map(folder).values())) or [SINGLE_FILE]
-    missing = [name for name in names if not (folder / name).is_file()]
+    if strange := [name for name in names if Path(name).name != name]:
+        raise ConfigError(f"{folder / WEIGHT_INDEX}: names {strange[0]!r}, wanted files beside it; fetch it again")
+    missing = [name for name in names if not os.path.isfile(folder / name)]  # false, too, where asking fails
     if missing:
         shown = ", ".join(name + _why_no_file(folder / name) for name in missing[:5])
         raise ConfigError(

@@ -255,6 +255,15 @@ def test_what_stands_in_place_of_a_weight_file_is_told(copy):
         shard_paths(copy)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("../model.safetensors", "wanted files beside it"), ("", "wanted"), ("x" * 300, "lacks xxx")]
+)
+def test_an_index_that_names_no_files_of_the_folder_is_refused(copy, name, message):
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": name}}))
+    with pytest.raises(ConfigError, match=message):
+        shard_paths(copy)
+
+
 def test_missing_or_cut_weight_files_are_refused(copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
