@@ -168,7 +168,7 @@ def shard_paths(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     names = sorted(set(weight_map(folder).values())) or [SINGLE_FILE]
-    if strange := [name for name in names if Path(name).name != name]:
+    if strange := [name for name in names if not name or Path(name).name != name]:
         raise ConfigError(f"{folder / WEIGHT_INDEX}: names {strange[0]!r}, wanted files beside it; fetch it again")
     missing = [name for name in names if not os.path.isfile(folder / name)]  # false, too, where asking fails
     if missing:
@@ -180,9 +180,9 @@ def shard_paths(folder: str | Path) -> list[Path]:
 
 
 def _why_no_file(path: Path) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):
         return " (a folder is in its place)"
-    return f" (a link to {path.readlink()}, which leads to no file)" if path.is_symlink() else ""
+    return f" (a link to {path.readlink()}, which leads to no file)" if os.path.islink(path) else ""
 
 
 def weight_map(folder: str | Path) -> dict[str, str]:
