@@ -83,13 +83,13 @@ def _beyond(sim: float, reference: float, dtype: str, which: int) -> str:
     return ""
 
 
-def write_checkpoint(folder: Path, *, nvfp4: str | None = None, form: str = "") -> Path:
-    """Make the 29 MB of weights, which no repository holds, and return the checkpoint's folder.
+def write_checkpoint(folder: Path, *, nvfp4: str | None = None, form: str = "", oracle: str = "geo") -> Path:
+    """Make the 29 MB of weights (`mx`: 2 MB), which no repository holds, and return the checkpoint's folder.
 
     nvfp4: experts whose names match this are stored so, with the same values; the others are MXFP4.
     form: all tensors in a form of engine/storage_forms.py instead.
     """
-    config, (stored, _) = read_config(), weights()
+    config, (stored, _) = read_config(oracle), weights(oracle)
     if form:
         return _module("engine_storage_forms", TESTS / "engine/storage_forms.py").write(folder, form, stored, config)
     stored = dict(stored)
@@ -102,15 +102,15 @@ def write_checkpoint(folder: Path, *, nvfp4: str | None = None, form: str = "") 
     return folder
 
 
-def read_config() -> dict[str, object]:
-    """Return geo's config.json."""
-    return json.loads((TESTS / "oracle/geo/config.json").read_text())
+def read_config(oracle: str = "geo") -> dict[str, object]:
+    """Return config.json."""
+    return json.loads((TESTS / f"oracle/{oracle}/config.json").read_text())
 
 
 @functools.cache
-def weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return geo's tensors by official name, as they are stored and dequantised to float32."""
-    return _module("make_golden", TESTS / "oracle/make_golden.py").build_weights(read_config())
+def weights(oracle: str = "geo") -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return tensors by official name, as they are stored and dequantised to float32."""
+    return _module("make_golden", TESTS / "oracle/make_golden.py").build_weights(read_config(oracle))
 
 
 def run(

@@ -42,7 +42,7 @@ def _module(name: str, path: Path):
 
 def teacher_forced(
     checkpoint: Path, group, *, device: str, dtype: str, by_expert: bool, lengths: tuple[int, ...], steps: int,
-    packs: bool, oracle: str = "geo",
+    packs: bool, oracle: str = "geo", index: str = INDEX,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return [steps, V] logits of each prompt, as one rank of `group` has them; None: of one that is alone.
 
@@ -53,7 +53,7 @@ def teacher_forced(
     with torch.inference_mode():
         runner = harness.make_runner(
             checkpoint, group=group, role="decode", device=device, dtype=dtype, kv_cache_dtype="packed",
-            index_cache_dtype=INDEX, block_size=geo.BLOCK_TOKENS, pool_poison=True, expert_parallel=by_expert,
+            index_cache_dtype=index, block_size=geo.BLOCK_TOKENS, pool_poison=True, expert_parallel=by_expert,
             ranks=1 if group is None else group.count,
         )  # fmt: skip
         packed = [layer.experts.is_packed for layer in runner._model.layers]
@@ -99,9 +99,12 @@ def in_processes(count: int, checkpoint: Path, **options) -> list[list[torch.Ten
         return [rank.result(1800) for rank in ranks]
 
 
-def in_lock_step(count: int, checkpoint: Path, **options) -> list[list[torch.Tensor]]:
-    """Return what each of `count` ranks has, all of them in this process; of 1: without a group."""
-    with _module("gpu_geo", TESTS / "gpu/geo.py").decoding(options["device"]):
+def in_lock_step(count: int, checkpoint: Path, *, kernels: bool = True, **options) -> list[list[torch.Tensor]]:
+    """Return what each of `count` ranks has, all of them in this process; of 1: without a group.
+
+    kernels: see geo.decoding; the other options are those of teacher_forced.
+    """
+    with _module("gpu_geo", TESTS / "gpu/geo.py").decoding(options["device"], kernels=kernels):
         if count == 1:
             return [teacher_forced(checkpoint, None, **options)]
         hub = _module("engine_lock_step", TESTS / "engine/lock_step.py").Hub(count)
