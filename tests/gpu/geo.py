@@ -14,6 +14,7 @@ FP4 index keys) or the references by more than the bounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -21,6 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -81,12 +83,15 @@ def _beyond(sim: float, reference: float, dtype: str, which: int) -> str:
     return ""
 
 
-def write_checkpoint(folder: Path, *, nvfp4: str | None = None) -> Path:
-    """Make the 29 MB of weights, which no repository holds, and return the checkpoint's folder.
+def write_checkpoint(folder: Path, *, nvfp4: str | None = None, form: str = "", oracle: str = "geo") -> Path:
+    """Make the 29 MB of weights (`mx`: 2 MB), which no repository holds, and return the checkpoint's folder.
 
     nvfp4: experts whose names match this are stored so, with the same values; the others are MXFP4.
+    form: all tensors in a form of engine/storage_forms.py instead.
     """
-    config, (stored, _) = read_config(), weights()
+    config, (stored, _) = read_config(oracle), weights(oracle)
+    if form:
+        return _module("engine_storage_forms", TESTS / "engine/storage_forms.py").write(folder, form, stored, config)
     stored = dict(stored)
     if nvfp4 is not None:
         four_bits = _module("engine_four_bits", TESTS / "engine/four_bits.py")
@@ -97,15 +102,15 @@ def write_checkpoint(folder: Path, *, nvfp4: str | None = None) -> Path:
     return folder
 
 
-def read_config() -> dict[str, object]:
-    """Return geo's config.json."""
-    return json.loads((TESTS / "oracle/geo/config.json").read_text())
+def read_config(oracle: str = "geo") -> dict[str, object]:
+    """Return config.json."""
+    return json.loads((TESTS / f"oracle/{oracle}/config.json").read_text())
 
 
 @functools.cache
-def weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return geo's tensors by official name, as they are stored and dequantised to float32."""
-    return _module("make_golden", TESTS / "oracle/make_golden.py").build_weights(read_config())
+def weights(oracle: str = "geo") -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return tensors by official name, as they are stored and dequantised to float32."""
+    return _module("make_golden", TESTS / "oracle/make_golden.py").build_weights(read_config(oracle))
 
 
 def run(
@@ -123,7 +128,7 @@ def run(
         "device": device, "dtype": dtype, "index": index, "lengths": lengths, "steps": steps, "chunk": chunk
     }  # fmt: skip
     reference = logits_of(checkpoint, kernels=False, **asked)
-    return _compare(logits_of(checkpoint, kernels=True, **asked), lengths, dtype, reference)
+    return compare(logits_of(checkpoint, kernels=True, **asked), lengths, dtype, reference)
 
 
 def has_kernels(device: str) -> bool:
@@ -148,51 +153,73 @@ def logits_of(
 
     kernels: decode steps go through the decode kernels, or their references, and experts are packed for those.
     """
-    import engine.model.attention as attention
-    import engine.model.model as model
-    import engine.runner
-
     harness = _module("engine_harness", TESTS / "engine/harness.py")
-    golden = load_file(TESTS / "oracle/geo/golden.safetensors")
-    sequences = []
-    chooses, packs = model.decode_batch, engine.runner.keeps_packed
-
-    def decode_batch(batch, cache):
-        fits = kernels and batch.decode.max_query_len <= attention.KERNEL_TOKENS
-        return batch.decode if fits else None
-
-    # On a device with kernels both choices are the engine's own.
-    if not kernels or not has_kernels(device):
-        model.decode_batch, engine.runner.keeps_packed = decode_batch, lambda device: kernels
-    try:
+    with decoding(device, kernels=kernels):
         runner = harness.make_runner(
             checkpoint, role="decode", device=device, dtype=dtype, kv_cache_dtype="packed", index_cache_dtype=index,
             block_size=BLOCK_TOKENS, pool_poison=True,
         )  # fmt: skip
-        packed = [layer.experts.w13.__class__.__name__ == "ExpertWeights" for layer in runner._model.layers]
+        packed = [layer.experts.is_packed for layer in runner._model.layers]
         if packed != [kernels] * len(packed):
             raise RuntimeError(f"layers with packed experts: {packed}, wanted {kernels}")
-        side = harness.Side(runner)
-        for length in lengths:
-            prompt = golden[f"prompt_{length}"].tolist()
-            running = side.start(prompt, num_tokens=length + steps)
-            while running.length < length - 1:
-                side.step((running, prompt[running.length : min(running.length + chunk, length - 1)], False))
-            sequences.append((running, [prompt[-1], *golden[f"gen_{length}"].tolist()]))
-        for step in range(steps):
-            side.step(*((running, [forced[step]], True) for running, forced in sequences))
-    finally:
-        model.decode_batch, engine.runner.keeps_packed = chooses, packs
+        return teach(runner, lengths=lengths, steps=steps, chunk=chunk)
+
+
+def teach(
+    runner, *, lengths: tuple[int, ...], steps: int, chunk: int = 512, oracle: str = "geo"
+) -> list[torch.Tensor]:
+    """Return what logits_of does, of a runner: a batch decodes what golden has chosen. oracle: `geo` or `mx`."""
+    side = _module("engine_harness", TESTS / "engine/harness.py").Side(runner)
+    golden = load_file(TESTS / f"oracle/{oracle}/golden.safetensors")
+    sequences = []
+    for length in lengths:
+        prompt = golden[f"prompt_{length}"].tolist()
+        running = side.start(prompt, num_tokens=length + steps)
+        while running.length < length - 1:
+            side.step((running, prompt[running.length : min(running.length + chunk, length - 1)], False))
+        sequences.append((running, [prompt[-1], *golden[f"gen_{length}"].tolist()]))
+    for step in range(steps):
+        side.step(*((running, [forced[step]], True) for running, forced in sequences))
     for length, (running, _) in zip(lengths, sequences, strict=True):
         if running.failed:
             raise RuntimeError(f"prompt of {length} tokens: {running.failed}")
     return [torch.stack(running.logits).float().cpu() for running, _ in sequences]
 
 
-def _compare(
-    found: list[torch.Tensor], lengths: tuple[int, ...], dtype: str, reference: list[torch.Tensor]
+@contextlib.contextmanager
+def decoding(device: str, *, kernels: bool = True) -> Iterator[None]:
+    """Let decode steps go through decode kernels, or their references, with experts packed for those; or neither.
+
+    It holds for all threads.
+    """
+    import engine.model.attention as attention
+    import engine.model.model as model
+    import engine.runner
+
+    def decode_batch(batch, cache):
+        fits = kernels and batch.decode.max_query_len <= attention.KERNEL_TOKENS
+        return batch.decode if fits else None
+
+    chooses, packs = model.decode_batch, engine.runner.keeps_packed
+    # On a device with kernels both choices are the engine's own.
+    if not kernels or not has_kernels(device):
+        model.decode_batch, engine.runner.keeps_packed = decode_batch, lambda device: kernels
+    try:
+        yield
+    finally:
+        model.decode_batch, engine.runner.keeps_packed = chooses, packs
+
+
+def compare(
+    found: list[torch.Tensor],
+    lengths: tuple[int, ...],
+    dtype: str,
+    reference: list[torch.Tensor],
+    *,
+    oracle: str = "geo",
 ) -> list[Step]:
-    golden, sim = (load_file(TESTS / f"oracle/geo/{name}.safetensors") for name in ("golden", "golden_sim"))
+    """Return every step of every prompt. found, reference: as logits_of gives them."""
+    golden, sim = (load_file(TESTS / f"oracle/{oracle}/{name}.safetensors") for name in ("golden", "golden_sim"))
     steps = []
     for which, length in enumerate(lengths):
         for step, logits in enumerate(found[which]):

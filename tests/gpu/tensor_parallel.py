@@ -10,7 +10,7 @@ kernels of its own sizes, and is given the others' (tests/engine/lock_step.py). 
 Prompts and teacher-forced steps are those of geo.py. Experts are cut by their inner dimension, or shared out.
 
 Prints a row per trial; exit code 1 if an argmax is not golden's, or if logits leave golden_sim, or those of one rank,
-by more than the bounds of geo.py.
+by more than the bounds of geo.py. That one rank's experts are packed if the ranks' are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 TESTS = Path(__file__).resolve().parent.parent
 FORMATS, INDEX = "nvfp4", "fp8"
@@ -41,44 +40,35 @@ def _module(name: str, path: Path):
 
 
 def teacher_forced(
-    checkpoint: Path, group, *, device: str, dtype: str, by_expert: bool, lengths: tuple[int, ...], steps: int
-) -> list[torch.Tensor]:
-    """Return [steps, V] logits of each prompt, as one rank of `group` has them; None: of one that is alone."""
-    import engine.model.model as model
-    import engine.runner
+    checkpoint: Path, group, *, device: str, dtype: str, by_expert: bool, lengths: tuple[int, ...], steps: int,
+    packs: bool, oracle: str = "geo", index: str = INDEX,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return [steps, V] logits of each prompt, as one rank of `group` has them; None: of one that is alone.
 
+    packs: whether decode kernels are to read the experts. Within geo.decoding().
+    """
     geo = _module("gpu_geo", TESTS / "gpu/geo.py")
     harness = _module("engine_harness", TESTS / "engine/harness.py")
-    golden = load_file(TESTS / "oracle/geo/golden.safetensors")
-    if not geo.has_kernels(device):
-        # Decode steps through the kernels' references, over experts as kernels would read them.
-        import engine.model.attention as attention
-
-        engine.runner.keeps_packed = lambda device: True
-        model.decode_batch = lambda batch, cache: (
-            batch.decode if batch.decode.max_query_len <= attention.KERNEL_TOKENS else None
-        )
     with torch.inference_mode():
-        side = harness.Side(
-            harness.make_runner(
-                checkpoint, group=group, role="decode", device=device, dtype=dtype, kv_cache_dtype="packed",
-                index_cache_dtype=INDEX, block_size=geo.BLOCK_TOKENS, pool_poison=True, expert_parallel=by_expert,
-                ranks=1 if group is None else group.count,
-            )
+        runner = harness.make_runner(
+            checkpoint, group=group, role="decode", device=device, dtype=dtype, kv_cache_dtype="packed",
+            index_cache_dtype=index, block_size=geo.BLOCK_TOKENS, pool_poison=True, expert_parallel=by_expert,
+            ranks=1 if group is None else group.count,
         )  # fmt: skip
-        sequences = []
-        for length in lengths:
-            prompt = golden[f"prompt_{length}"].tolist()
-            running = side.start(prompt, num_tokens=length + steps)
-            while running.length < length - 1:
-                side.step((running, prompt[running.length : min(running.length + 512, length - 1)], False))
-            sequences.append((running, [prompt[-1], *golden[f"gen_{length}"].tolist()]))
-        for step in range(steps):
-            side.step(*((running, [forced[step]], True) for running, forced in sequences))
-    for length, (running, _) in zip(lengths, sequences, strict=True):
-        if running.failed:
-            raise RuntimeError(f"prompt of {length} tokens: {running.failed}")
-    return [torch.stack(running.logits).float().cpu() for running, _ in sequences]
+        packed = [layer.experts.is_packed for layer in runner._model.layers]
+        if packed != [packs] * len(packed):
+            raise RuntimeError(f"layers with packed experts: {packed}, wanted {packs}")
+        return geo.teach(runner, lengths=lengths, steps=steps, oracle=oracle)
+
+
+def fits_kernels(checkpoint: Path, count: int, *, by_expert: bool) -> bool:
+    """Return whether decode kernels read the experts' matrices of one of `count` ranks, as far as sizes go."""
+    from engine.model.config import load_config
+    from engine.model.expert_stacks import InnerSlice, size_problem
+
+    config = load_config(checkpoint)
+    part = InnerSlice.of(config, 0, 1 if by_expert else count)
+    return not any(size_problem(f"layers.0.ffn.experts.{stack}", config, part) for stack in ("w13", "w2"))
 
 
 def _process(run_dir: str, rank: int, count: int, checkpoint: str, options: dict) -> list[torch.Tensor]:
@@ -93,7 +83,8 @@ def _process(run_dir: str, rank: int, count: int, checkpoint: str, options: dict
     )
     if rank == 0:
         print(f"exchange: {group.exchange}", flush=True)
-    return teacher_forced(Path(checkpoint), group, **options)
+    with _module("gpu_geo", TESTS / "gpu/geo.py").decoding(options["device"]):
+        return teacher_forced(Path(checkpoint), group, **options)
 
 
 def in_processes(count: int, checkpoint: Path, **options) -> list[list[torch.Tensor]]:
@@ -107,10 +98,16 @@ def in_processes(count: int, checkpoint: Path, **options) -> list[list[torch.Ten
         return [rank.result(1800) for rank in ranks]
 
 
-def in_lock_step(count: int, checkpoint: Path, **options) -> list[list[torch.Tensor]]:
-    """Return what each of `count` ranks has, all of them in this process."""
-    hub = _module("engine_lock_step", TESTS / "engine/lock_step.py").Hub(count)
-    return hub.run(lambda group: teacher_forced(checkpoint, group, **options))
+def in_lock_step(count: int, checkpoint: Path, *, kernels: bool = True, **options) -> list[list[torch.Tensor]]:
+    """Return what each of `count` ranks has, all of them in this process; of 1: without a group.
+
+    kernels: see geo.decoding; the other options are those of teacher_forced.
+    """
+    with _module("gpu_geo", TESTS / "gpu/geo.py").decoding(options["device"], kernels=kernels):
+        if count == 1:
+            return [teacher_forced(checkpoint, None, **options)]
+        hub = _module("engine_lock_step", TESTS / "engine/lock_step.py").Hub(count)
+        return hub.run(lambda group: teacher_forced(checkpoint, group, **options))
 
 
 def judge(ranks: list[list[torch.Tensor]], one: list[torch.Tensor], dtype: str, lengths: tuple[int, ...]):
@@ -119,7 +116,7 @@ def judge(ranks: list[list[torch.Tensor]], one: list[torch.Tensor], dtype: str, 
     faults = []
     if any(not torch.equal(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True)):
         faults.append("ranks have different logits")
-    found = geo._compare(ranks[0], lengths, dtype, one)
+    found = geo.compare(ranks[0], lengths, dtype, one)
     faults += [f"prompt {s.length} step {s.step}: {s.fault}" for s in found if s.fault]
     if fault := geo.median_fault(found):
         faults.append(f"median {fault}")
@@ -139,19 +136,26 @@ def trials(
     """Return a line for each trial, those with a fault beginning with FAULT."""
     geo, lines = _module("gpu_geo", TESTS / "gpu/geo.py"), []
     with tempfile.TemporaryDirectory(prefix="isthmus-geo-") as folder:
-        checkpoint = geo.write_checkpoint(Path(folder), nvfp4=geo.EXPERTS[FORMATS])
+        checkpoint = geo.write_checkpoint(Path(folder) / FORMATS, nvfp4=geo.EXPERTS[FORMATS])
+        # For ranks whose slices of the experts kernels don't read: one rank that has the same values in bfloat16.
+        # Kernels round activations to f16, and what the ranks are compared with must not do so alone.
+        plain = geo.write_checkpoint(Path(folder) / "bf16", form="bf16-experts")
         for dtype in dtypes:
             asked = {"device": device, "dtype": dtype, "lengths": lengths, "steps": steps}
-            one = teacher_forced(checkpoint, None, by_expert=False, **asked)
+            alone: dict[bool, list[torch.Tensor]] = {}
             for count, way in itertools.product(counts, ways):
                 run = in_processes if processes else in_lock_step
+                packs = fits_kernels(checkpoint, count, by_expert=way == "expert")
                 try:
-                    told, fault = judge(run(count, checkpoint, by_expert=way == "expert", **asked), one, dtype, lengths)
+                    if packs not in alone:
+                        one = checkpoint if packs else plain
+                        alone[packs] = in_lock_step(1, one, by_expert=False, packs=packs, **asked)[0]
+                    ranks = run(count, checkpoint, by_expert=way == "expert", packs=packs, **asked)
+                    told, fault = judge(ranks, alone[packs], dtype, lengths)
                 except Exception as error:  # a trial that can't run has failed; the others go on
                     told, fault = "", f"{type(error).__name__}: {error}"
-                lines.append(
-                    f"{'FAULT ' if fault else 'ok    '}{dtype}, {count} ranks by {way}: {told} {fault}".rstrip()
-                )
+                name = f"{dtype}, {count} ranks by {way}, {'packed' if packs else 'dequantised'} experts"
+                lines.append(f"{'FAULT ' if fault else 'ok    '}{name}: {told} {fault}".rstrip())
                 print(lines[-1], flush=True)
     return lines
 
