@@ -227,15 +227,11 @@ def finish_chunk_kernel(
     x_ptr, carry_ptr, part_ptr, streams_ptr, token_stride, stream_stride, base_ptr, scale_ptr, norm_ptr, sequence_ptr,
     tokens, eps, norm_eps,
     H: tl.constexpr, N: tl.constexpr, ITERS: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs store the carries of 32 W tokens each, unless this is the head; then each the x of one token.
 
     Last tokens come first: their streams are the last ones that the first launch wrote, and may still be in L2.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     carries = 0
     if carry_ptr is not None:
         carries = (tokens + (32 * W - 1)) // (32 * W)

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
 SPREAD_CHUNK, FINISH_CHUNK = "hyper_spread_chunk", "hyper_finish_chunk"
 MANY = 256  # tokens beyond which streams are taken here
-IS_ON = False  # whether they are, if no tile is given: a GPU has not run these launches yet
 
 
 def takes(streams: Tensor) -> bool:
     """Return whether a pass that begins with streams [T, n, H] has its launches here."""
-    return IS_ON and streams.shape[0] > MANY and streams.dtype == torch.bfloat16
+    return streams.shape[0] > MANY and streams.dtype == torch.bfloat16
 
 
 def columns(rows: int) -> int:
@@ -78,17 +77,17 @@ def finish(
     parts: Tensor,
     sequence: Tensor | None,
     tile: Tile,
-    *,
-    pdl: bool,
 ) -> None:
-    """Launch what makes x [T, H], and the carry [T, 1 + n, 4] unless it is None, of the sums."""
+    """Launch what makes x [T, H], and the carry [T, 1 + n, 4] unless it is None, of the sums.
+
+    It waits for the first launch to end: begun ahead, its programs would take that one's room (276 for 176 µs).
+    """
     tokens, n, hidden = streams.shape
     warps = tile.constants["W"]
     carries = 0 if carry is None else -(-tokens // (32 * warps))
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     finish_chunk_kernel[(carries + tokens,)](
         x, carry, parts, streams, streams.stride(0), streams.stride(1), mixer.base, mixer.scale, mixer.norm, sequence,
         tokens, mixer.eps, mixer.norm_eps,
         H=hidden, N=n, ITERS=mixer.iters if carries else 0, SUMS=parts.shape[2], COLUMNS=4 * parts.shape[1], W=warps,
-        PDL=pdl, num_warps=warps, num_stages=1, **launch,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip

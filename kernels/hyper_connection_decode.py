@@ -207,7 +207,7 @@ def _pass_chunk(
     x, carry = _empty_results(streams, mixer)
     if parts is not None:
         tile = tiles[1] if tiles else tile_for(FINISH_CHUNK, arch_of(streams.device))
-        chunk.finish(x, carry, streams, mixer, parts, sequence, tile, pdl=HAS_PDL(streams.device))
+        chunk.finish(x, carry, streams, mixer, parts, sequence, tile)
     return Mixed(x, streams, carry, mixer.eps, mixer.iters, ready=carry is not None)
 
 

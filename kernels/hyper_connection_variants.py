@@ -105,7 +105,7 @@ def _chunk_variants(arch: str, spreads: Sequence[tuple[int, str | None]], *, fin
         signature |= {"sequence_ptr": "*i32", "eps": "fp32", "norm_eps": "fp32"}
         signature |= dict.fromkeys(("token_stride", "stream_stride", "tokens"), "i32")
         fixed = {"H": _HIDDEN, "N": _STREAMS, "ITERS": _ITERS, "SUMS": one, "COLUMNS": columns(rows)}
-        fixed |= {**tile.constants, "PDL": True}
+        fixed |= tile.constants
         if rows == _STREAMS:
             fixed |= {"carry_ptr": None, "ITERS": 0}
             signature["x_ptr"] = "*fp32"

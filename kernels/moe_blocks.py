@@ -26,7 +26,7 @@ from kernels.triton_env import arch_of
 
 UP, DOWN, SUM = "moe_up_blocks", "moe_down_blocks", "moe_sum_blocks"
 PARTS_BYTES = 192 << 20
-_SUMMED = 1024  # channels of a program
+_SUMMED, _SUM_WARPS = 1024, 8  # channels of a program, and its warps
 
 
 def first_products(routing: Routing, w13: ExpertWeights, *, limit: float, lift: float, tile: Tile | None) -> Tensor:
@@ -77,7 +77,7 @@ def sums(
         last_product(routing, between, w2, unlift=unlift, tile=tile, first=first, out=parts)
         sum_blocks_kernel[(tokens, -(-channels // _SUMMED))](
             out, parts, routing.ids, routing.rank, routing.first, add, first // 16, channels // 16, H=hidden,
-            TOP_K=top_k, BLOCK=_SUMMED, num_warps=4, num_stages=1,
+            TOP_K=top_k, BLOCK=_SUMMED, num_warps=_SUM_WARPS, num_stages=1,
         )  # fmt: skip
     return out
 
@@ -164,4 +164,6 @@ def _sum_variant(out: str, add: str | None) -> Variant:
     signature |= {"add_ptr": add or ""} | dict.fromkeys(("first_tile", "tiles"), "i32")
     fixed: dict[str, Any] = {"H": _HIDDEN, "TOP_K": _TOP_K, "BLOCK": _SUMMED} | ({} if add else {"add_ptr": None})
     signature = {name: kind for name, kind in signature.items() if name not in fixed}
-    return Variant(SUM, sum_blocks_kernel, signature, fixed, 4, 1, tensor_ops=(), unaligned=("first_tile", "tiles"))
+    return Variant(
+        SUM, sum_blocks_kernel, signature, fixed, _SUM_WARPS, 1, tensor_ops=(), unaligned=("first_tile", "tiles")
+    )

@@ -343,9 +343,9 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     # One tile each: bits of a chunk's tokens follow from C and SPAN, and from W.
     "hyper_spread_chunk": {
         "sm_120": (_spread_chunk(64, 16, span=512, stages=2, warps=4),),
-        "sm_90": (_spread_chunk(64, 16, span=512, stages=3, warps=4),),
+        "sm_90": (_spread_chunk(64, 32, span=512, stages=3, warps=4),),
     },
-    "hyper_finish_chunk": {"sm_120": (Tile({"W": 8}, num_warps=8),), "sm_90": (Tile({"W": 8}, num_warps=8),)},
+    "hyper_finish_chunk": {"sm_120": (Tile({"W": 4}, num_warps=4),), "sm_90": (Tile({"W": 4}, num_warps=4),)},
     "moe_gate": {
         "sm_120": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),
         "sm_90": (_gate(8, 1, tokens=64), _gate(8, 2, nb=4)),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -83,9 +82,10 @@ class Lot(NamedTuple):
     def tensors(self, unit: Unit, buffer: Tensor, on_host: Tensor) -> dict[str, Tensor]:
         """Return a unit's tensors by name, views of the lot's bytes in `buffer` where these are aligned.
 
-        on_host: the same bytes; single numbers are views of these, since to ask a device for one is to wait for it.
+        on_host: the same bytes; single numbers, of shape () or (1,), are views of these, since to ask a device for one
+        is to wait for it.
         """
-        sources = {piece: on_host if math.prod(piece.stored.shape) == 1 else buffer for piece in unit.pieces}
+        sources = {piece: on_host if piece.stored.shape in ((), (1,)) else buffer for piece in unit.pieces}
         return {piece.name: _view(source, self.places[piece], piece.stored) for piece, source in sources.items()}
 
 

@@ -270,7 +270,7 @@ class WeightLoader:
             tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
             return
         values = read_values(name, spec, raw, self._config)[part]
-        tensors[name] = values.to(self._dtype_of(name), copy=True).contiguous()
+        tensors[name] = values.to(self._device, self._dtype_of(name), copy=True).contiguous()
 
     def _take_rows(self, name: str, to: slice, raw: Tensors, tensors: Tensors) -> None:
         spec = self._specs[name]

@@ -70,6 +70,19 @@ def test_neighbours_are_one_read_and_some_rows_are_only_those(tmp_path):
     assert torch.equal(lot.tensors(lot.units[0], buffer, buffer)[name], tensors[name][3:9])
 
 
+def test_single_numbers_are_of_the_host_and_all_else_is_not(tmp_path):
+    """A matrix of one tile has a scale of shape (1, 1): it is no number, and lies beside the matrix."""
+    tensors = {f"{shape}": torch.ones(shape) for shape in [(), (1,), (1, 1), (3,)]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = read_headers(tmp_path)
+    units = [Unit(name, None, (Piece.of(name, files.tensors[name]),)) for name in tensors]
+    [(lot, buffer)] = read_lots(plan_lots(units), files.paths, pins=False)
+    there = torch.zeros_like(buffer)
+    found = {unit.key: lot.tensors(unit, there, buffer)[unit.key] for unit in lot.units}
+    assert {name for name, tensor in found.items() if tensor.any()} == {"()", "(1,)"}
+    assert {name: str(tuple(tensor.shape)) for name, tensor in found.items()} == {name: name for name in tensors}
+
+
 def test_a_file_cut_while_it_is_read_is_named(tmp_path):
     folder, tensors = folder_with(tmp_path, 3, 30)
     files = read_headers(folder)

@@ -40,8 +40,11 @@ def _module(name: str, path: Path):
 
 geo = _module("gpu_geo", TESTS / "gpu/geo.py")
 FORMS = _module("engine_storage_forms", TESTS / "engine/storage_forms.py").FORMS
-# (bound of a step, of the median) of the distance to golden_sim, for the reasons in geo.py.
-BOUNDS = {"geo": geo.SIM_BOUNDS, "mx": {"float32": (0.6, 0.1), "bfloat16": (2.0, 0.3)}}
+# (bound of a step, of the median) of the distance to golden_sim, those of prefill.py: prompts go through chunks' kernels.
+BOUNDS = {
+    "geo": {"float32": (1.2, 0.15), "bfloat16": (2.0, 0.3)},
+    "mx": {"float32": (0.6, 0.1), "bfloat16": (2.0, 0.3)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,9 @@ def run(
     if any(not torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)):
         faults.append("ranks have different logits")
     most, median = max(s.sim for s in rows), statistics.median(s.sim for s in rows)
-    for name, gap, bound in zip(("a step is", "the median is"), (most, median), BOUNDS[trial.model][trial.dtype], strict=True):
+    for name, gap, bound in zip(
+        ("a step is", "the median is"), (most, median), BOUNDS[trial.model][trial.dtype], strict=True
+    ):
         if not gap <= bound:
             faults.append(f"{name} {gap:.2e} from golden_sim, bound {bound}")
     same = sum(s.argmax == s.wanted for s in rows)
@@ -132,7 +137,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4], nargs="+", default=[1, 2, 4])
     parser.add_argument("--by", choices=["inner", "expert"], nargs="+", default=["inner"], help="how experts are cut")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=sorted({n for each in LENGTHS.values() for n in each}))
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=sorted({n for each in LENGTHS.values() for n in each})
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="decode steps, up to 6")
     parser.add_argument("--jobs", type=int, default=1, help="processes, default: %(default)s")
     args = parser.parse_args()

@@ -164,8 +164,7 @@ def test_launches_of_chunks_equal_their_formula(n, head):
     assert case.begin(tiles=tiles).ready
 
 
-def test_many_tokens_have_launches_of_chunks(monkeypatch):
-    monkeypatch.setattr(chunk, "IS_ON", True)
+def test_many_tokens_have_launches_of_chunks():
     case = make_case(chunk.MANY - 1, n=2, hidden=128, padding=2)
     assert case.fault() == ""
     assert case.begin().ready
