@@ -40,7 +40,7 @@ def _module(name: str, path: Path):
 
 geo = _module("gpu_geo", TESTS / "gpu/geo.py")
 FORMS = _module("engine_storage_forms", TESTS / "engine/storage_forms.py").FORMS
-# (bound of a step, of the median) of the distance to golden_sim, those of prefill.py: prompts go through chunks' kernels.
+# (bound of a step, of the median) of the distance to golden_sim: those of prefill.py, whose kernels prompts go through.
 BOUNDS = {
     "geo": {"float32": (1.2, 0.15), "bfloat16": (2.0, 0.3)},
     "mx": {"float32": (0.6, 0.1), "bfloat16": (2.0, 0.3)},
