@@ -165,9 +165,7 @@ def logits_of(
         return teach(runner, lengths=lengths, steps=steps, chunk=chunk)
 
 
-def teach(
-    runner, *, lengths: tuple[int, ...], steps: int, chunk: int = 512, oracle: str = "geo"
-) -> list[torch.Tensor]:
+def teach(runner, *, lengths: tuple[int, ...], steps: int, chunk: int = 512, oracle: str = "geo") -> list[torch.Tensor]:
     """Return what logits_of does, of a runner: a batch decodes what golden has chosen. oracle: `geo` or `mx`."""
     side = _module("engine_harness", TESTS / "engine/harness.py").Side(runner)
     golden = load_file(TESTS / f"oracle/{oracle}/golden.safetensors")

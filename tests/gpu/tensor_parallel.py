@@ -26,7 +26,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 TESTS = Path(__file__).resolve().parent.parent
 FORMATS, INDEX = "nvfp4", "fp8"
