@@ -1,5 +1,6 @@
 """Checkpoints in every form in which they may be stored give the values, and the tokens, of the oracle."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -34,17 +35,19 @@ ALIKE |= dict.fromkeys(("nvfp4-spread", "nvfp4-weights-only", "nvfp4-scalars-of-
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """A function of (model, form, keeps_packed) to what is loaded of it as float32; kept for the module."""
-    found = {}
+    """A function of (model, form, keeps_packed) to what is loaded of it as float32.
 
-    def load(model, form, *, keeps_packed):
-        key = model, form, keeps_packed
-        if key not in found:
-            folder = geo.write_checkpoint(tmp_path_factory.mktemp("form"), form=form, oracle=model)
-            found[key] = load_weights(folder, load_config(folder), dtype=torch.float32, keeps_packed=keeps_packed)
-        return found[key]
+    Kept for the module is what others are compared with.
+    """
 
-    return load
+    def load(model, form, keeps_packed):
+        folder = geo.write_checkpoint(tmp_path_factory.mktemp("form"), form=form, oracle=model)
+        return load_weights(folder, load_config(folder), dtype=torch.float32, keeps_packed=keeps_packed)
+
+    kept = functools.cache(load)
+    return lambda model, form, *, keeps_packed: (kept if form in ("stored", "nvfp4") else load)(
+        model, form, keeps_packed
+    )
 
 
 def _others(found, wanted):
