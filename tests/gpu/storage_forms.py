@@ -40,11 +40,13 @@ def _module(name: str, path: Path):
 
 geo = _module("gpu_geo", TESTS / "gpu/geo.py")
 FORMS = _module("engine_storage_forms", TESTS / "engine/storage_forms.py").FORMS
-# (bound of a step, of the median) of the distance to golden_sim, for the reasons in geo.py.
-BOUNDS = {"geo": geo.SIM_BOUNDS, "mx": geo.SIM_BOUNDS}
-# (prompt, step) of mx at which two experts of layer 1 score 0.004 apart: less than bfloat16 moves scores, so that in it
-# either is right, and the other one moves logits by 1.8. Measured with dequantised experts and two ranks on the CPU.
-TIES = {"mx": {(7, 3)}, "geo": set()}
+# (bound of a step, of the median) of the distance to golden_sim by compute dtype. Steps are as far as they are where
+# rounding chooses the other one of two experts that score alike: geo's prompt 2300, step 1, has two in layer 3 that are
+# 0.002 apart, and moves by 0.88 when experts are dequantised and attention is the kernels'.
+BOUNDS = {"float32": (1.0, 0.1), "bfloat16": (2.0, 0.3)}
+# (model, prompt, step) at which that may choose another token, in bfloat16. Here two experts of layer 1 are 0.004 apart;
+# with dequantised experts and two ranks the other one is taken on the CPU, which moves logits by 1.8.
+TIES = {("mx", 7, 3)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +93,8 @@ def run(
             steps=steps, packs=packs, oracle=trial.model, index=INDEX, kernels=kernels,
         )  # fmt: skip
     rows = geo.compare(found[0], lengths, trial.dtype, found[0], oracle=trial.model)
-    ties = TIES[trial.model] if trial.dtype == "bfloat16" else set()
-    judged = [s for s in rows if (s.length, s.step) not in ties]
+    ties = TIES if trial.dtype == "bfloat16" else set()
+    judged = [s for s in rows if (trial.model, s.length, s.step) not in ties]
     faults = [
         f"prompt {s.length} step {s.step}: argmax {s.argmax}, golden has {s.wanted} (margin {s.margin:.3f})"
         for s in judged
@@ -102,7 +104,7 @@ def run(
         faults.append("ranks have different logits")
     most, median = max(s.sim for s in judged), statistics.median(s.sim for s in judged)
     gaps = {"a step is": most, "the median is": median}
-    for (name, gap), bound in zip(gaps.items(), BOUNDS[trial.model][trial.dtype], strict=True):
+    for (name, gap), bound in zip(gaps.items(), BOUNDS[trial.dtype], strict=True):
         if not gap <= bound:
             faults.append(f"{name} {gap:.2e} from golden_sim, bound {bound}")
     same = sum(s.argmax == s.wanted for s in rows)
