@@ -44,7 +44,7 @@ FORMS = _module("engine_storage_forms", TESTS / "engine/storage_forms.py").FORMS
 # rounding chooses the other one of two experts that score alike: geo's prompt 2300, step 1, has two in layer 3 that are
 # 0.002 apart, and moves by 0.88 when experts are dequantised and attention is the kernels'.
 BOUNDS = {"float32": (1.0, 0.1), "bfloat16": (2.0, 0.3)}
-# (model, prompt, step) at which that may choose another token, in bfloat16. Here two experts of layer 1 are 0.004 apart;
+# (model, prompt, step) at which that may choose another token in bfloat16. Two experts of layer 1 are 0.004 apart here;
 # with dequantised experts and two ranks the other one is taken on the CPU, which moves logits by 1.8.
 TIES = {("mx", 7, 3)}
 
