@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,7 +40,9 @@ what is measured
   load        from the first header to a model that could run: read, checked, packed, built, on its device; the page
               cache emptied before. of bound: its rate over the slower of disk and copy
   in flight   staging buffers: all of the checkpoint that is ever in host memory
-  peak        what the process's memory grew by while it loaded, pinned memory included
+  peak        what host memory grew by at most while it loaded: anonymous memory of the process, looked at a hundred times
+              a second, and staging where that is pinned, which anonymous memory has no part of. (Code and data that are
+              mapped from files when first used, such as CUDA's kernels, are not the checkpoint's.)
   samples     matrices of the loaded model whose values were compared with the files, read and dequantised another way
 """
 
@@ -139,24 +142,23 @@ def _load(
     from engine.model.model import DeepSeekV4
 
     device = torch.device(args.device)
-    cached, pinned = drop_cache(paths), _pinned_bytes()
-    before = _reset_peak()
-    began = time.monotonic()
-    loader = _loader(args, config, shard, progress.say)
-    model = DeepSeekV4(shard.of(config), loader.parts(), index_hadamard=False, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.monotonic() - began
-    peak, pinned = _peak_bytes() - before, _pinned_bytes() - pinned
+    cached = drop_cache(paths)
+    with _HostMemory() as memory:
+        began = time.monotonic()
+        loader = _loader(args, config, shard, progress.say)
+        model = DeepSeekV4(shard.of(config), loader.parts(), index_hadamard=False, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.monotonic() - began
     del model
+    pinned = loader.stats.staging_bytes if device.type == "cuda" else 0
     return {
         "seconds": seconds,
         "cached": cached,
         "in_flight_bytes": loader.stats.staging_bytes,
-        "pinned_bytes": pinned,
-        "resident_growth_bytes": peak,
-        # Pinned memory is resident for some drivers and not for others.
-        "peak_bytes": peak if peak > pinned or device.type != "cuda" else peak + pinned,
+        "anonymous_growth_bytes": memory.growth("RssAnon"),
+        "resident_growth_bytes": memory.growth("VmRSS"),
+        "peak_bytes": memory.growth("RssAnon") + pinned,
     }
 
 
@@ -197,28 +199,34 @@ def _copy_rate(device: torch.device) -> float:
     return _COPIES * _COPY_BYTES / (time.monotonic() - began)
 
 
-def _reset_peak() -> int:
-    """Begin to count the process's largest memory anew; return what it has now, in bytes."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
+class _HostMemory:
+    """What this process's memory grows by at most while the body runs, by the names of /proc/self/status."""
 
+    _NAMES, _EVERY_S = ("RssAnon", "VmRSS"), 0.01
 
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM")
+    def __enter__(self) -> _HostMemory:
+        self._before = self._peak = self._read()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
 
-def _status_bytes(name: str) -> int:
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+    def growth(self, name: str) -> int:
+        """Return bytes."""
+        return self._peak[name] - self._before[name]
 
+    def _watch(self) -> None:
+        while not self._ended.wait(self._EVERY_S):
+            now = self._read()
+            self._peak = {name: max(self._peak[name], now[name]) for name in self._NAMES}
 
-def _pinned_bytes() -> int:
-    """Return the pinned memory that torch holds, 0 where it doesn't say."""
-    import torch
-
-    stats = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
-    return int(stats.get("allocated_bytes.current", 0))
+    def _read(self) -> dict[str, int]:
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[0][:-1] in self._NAMES}
 
 
 def show(report: dict[str, Any]) -> None:

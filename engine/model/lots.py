@@ -24,7 +24,8 @@ from torch import Tensor
 
 from engine.model.shard_files import DTYPE_BITS, StoredTensor
 
-LOT_BYTES = 64 << 20
+BUFFER_BYTES = 64 << 20  # a power of two: what is pinned is rounded up to one
+LOT_BYTES = BUFFER_BYTES // 32 * 31  # the rest is for what lies between, or is skipped in the buffer
 LARGE_BYTES = LOT_BYTES // 2  # a tensor of more had better be read some rows at a time
 THREADS = 8
 BUFFERS = THREADS + 2  # one is being copied from while others are read into
@@ -143,7 +144,7 @@ def staging_bytes(lots: list[Lot]) -> int:
 
 def _buffer_bytes(lots: list[Lot]) -> int:
     """Return the size of the largest lot, but for those of a single large unit: they get memory of their own."""
-    return min(max((lot.num_bytes for lot in lots), default=0), LOT_BYTES + LOT_BYTES // 8)
+    return min(max((lot.num_bytes for lot in lots), default=0), BUFFER_BYTES)
 
 
 def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, Path]) -> None:
