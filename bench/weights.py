@@ -40,9 +40,9 @@ what is measured
   load        from the first header to a model that could run: read, checked, packed, built, on its device; the page
               cache emptied before. of bound: its rate over the slower of disk and copy
   in flight   staging buffers: all of the checkpoint that is ever in host memory
-  peak        what host memory grew by at most while it loaded: anonymous memory of the process, looked at a hundred times
-              a second, and staging where that is pinned, which anonymous memory has no part of. (Code and data that are
-              mapped from files when first used, such as CUDA's kernels, are not the checkpoint's.)
+  peak        what host memory grew by at most while it loaded: anonymous memory of the process, looked at a hundred
+              times a second, and staging where that is pinned, of which anonymous memory has nothing. (What is mapped
+              from files when first used, such as CUDA's kernels, is not the checkpoint's.) On a CPU the model is in it
   samples     matrices of the loaded model whose values were compared with the files, read and dequantised another way
 """
 
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "copy_bytes_per_s": copy,
         "load": load | {"bytes_per_s": read_bytes / load["seconds"]},
         "of_bound": read_bytes / load["seconds"] / bound,
-        "peak_over_in_flight": load["peak_bytes"] / load["in_flight_bytes"],
+        "peak_over_in_flight": None if copy is None else load["peak_bytes"] / load["in_flight_bytes"],
         "samples": samples,
     }
 
@@ -251,7 +251,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"of bound {100 * report['of_bound']:.0f}%; in flight {load['in_flight_bytes'] / 1e6:,.0f} MB, "
-        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({report['peak_over_in_flight']:.2f}x); "
+        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({number(report['peak_over_in_flight'], 2)} x); "
         f"{samples['compared']} samples, {samples['values']:,} values, {len(samples['faults'])} differ"
     )
     for fault in samples["faults"][:20]:
