@@ -17,6 +17,7 @@ one layer in the memory that those of the layer before have left, so that no hol
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ from engine.model.stored_forms import DRAFT, FLOATS, beside, four_bits_of, names
 from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_sound_four_bits, read_values
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
+
+_PACKED_BYTES = 32 << 20  # of experts, packed at once: ten times as much of the device is needed meanwhile
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,9 +221,12 @@ class WeightLoader:
     def _take(self, unit: Unit, raw: Tensors, tensors: Tensors) -> None:
         """Put what a unit holds into `tensors`, or among the experts; note what can't be served."""
         if isinstance(unit.key, _Experts):
-            for stack, matrices in PARTS.items():
-                if not self._took_together(unit.key, stack, matrices, raw):
-                    for name in _names(unit.key.prefix, unit.key.numbers, matrices):
+            prefix, numbers = unit.key
+            together = max(1, _PACKED_BYTES * len(numbers) // unit.num_bytes)
+            for start, (stack, matrices) in itertools.product(range(0, len(numbers), together), PARTS.items()):
+                some = _Experts(prefix, numbers[start : start + together])
+                if not self._took_together(some, stack, matrices, raw):
+                    for name in _names(*some, matrices):
                         self._noted(self._take_expert, name, raw)
         elif unit.key.to is None:
             self._noted(self._take_matrix, unit.key.name, raw, tensors)
