@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def test_a_form_that_has_another_value_is_refused(monkeypatch):
     monkeypatch.setitem(forms.FORMS, "e5m2", forms.Form(forms._as_float(torch.float8_e5m2)))
     with pytest.raises(ValueError, match=r"e5m2: \d+ tensors have other values than stored, layers\.0"):
         forms.convert(geo.weights("mx")[0], "e5m2")
+
+
+@pytest.mark.parametrize("keeps_packed", [False, True])
+@pytest.mark.parametrize("is_nvfp4", [False, True], ids=["mxfp4", "nvfp4"])
+def test_a_matrix_that_is_no_routed_expert_s_may_have_four_bits_too(oracle, edit, is_nvfp4, keeps_packed):
+    shared, expert = "layers.1.ffn.shared_experts.w1", "layers.1.ffn.experts.2.w1"
+
+    def change(tensors):
+        tensors |= {f"{shared}.{part}": tensors[f"{expert}.{part}"].clone() for part in ("weight", "scale")}
+        if is_nvfp4:
+            forms._four_bits().to_nvfp4(tensors, re.escape(f"{shared}.weight"))
+
+    folder = edit("mx", change)
+    loaded = load_weights(folder, load_config(folder), dtype=torch.float32, keeps_packed=keeps_packed).tensors
+    assert torch.equal(loaded[f"{shared}.weight"], oracle.weights("mx")[f"{expert}.weight"].float())
 
 
 @pytest.mark.parametrize("form", forms.FORMS)
