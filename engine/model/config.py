@@ -168,7 +168,7 @@ def shard_paths(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     names = sorted(set(weight_map(folder).values())) or [SINGLE_FILE]
-    if strange := [name for name in names if not name or Path(name).name != name]:
+    if strange := [name for name in names if not (name.isprintable() and Path(name).name == name != "")]:
         raise ConfigError(f"{folder / WEIGHT_INDEX}: names {strange[0]!r}, wanted files beside it; fetch it again")
     missing = [name for name in names if not os.path.isfile(folder / name)]  # false, too, where asking fails
     if missing:
