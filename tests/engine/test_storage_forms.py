@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.model.config import load_config
+from engine.model.shard import Shard
 from engine.model.shard_files import read_headers
 from engine.model.stored_forms import form_of
 from engine.model.weights import load_weights
@@ -126,3 +127,15 @@ def test_what_a_folder_s_forms_are_called(tmp_path):
     files = read_headers(geo.write_checkpoint(tmp_path, form="expert-by-expert", oracle="mx"))
     names = [f"layers.0.ffn.experts.{expert}.w2.weight" for expert in range(4)]
     assert [form_of(files.tensors, name) for name in names] == ["mxfp4", "nvfp4", "bf16", "e4m3"]
+
+
+@pytest.mark.parametrize(("form", "ranks"), [("stored", 8), ("nvfp4", 16)])
+def test_ranks_may_cut_a_group_of_columns_that_share_a_scale(loaded, tmp_path, form, ranks):
+    whole = loaded("mx", form, keeps_packed=False).tensors
+    folder = geo.write_checkpoint(tmp_path, form=form, oracle="mx")
+    for index in (0, 1, ranks - 1):
+        options = {"dtype": torch.float32, "keeps_packed": index == 1, "shard": Shard(index, ranks)}
+        part = load_weights(folder, load_config(folder), **options).tensors
+        for name in [name for name in whole if name.endswith("experts.w2")]:
+            width = whole[name].shape[2] // ranks
+            assert torch.equal(part[name], whole[name][:, :, index * width : (index + 1) * width])
