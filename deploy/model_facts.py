@@ -241,7 +241,7 @@ def _variant(config: DeepSeekV4Config, raw: Mapping[str, Any], stored: list[Stor
 def _raw(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
 
@@ -296,7 +296,7 @@ def _side_files(folder: Path) -> list[Finding]:
             continue
         try:
             json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             is_read = name == "generation_config.json"  # with config.json, which says so then
             found.append(Finding(name, "problem" if is_read else "warning", f"can't be read ({error})", _SOURCE))
         else:

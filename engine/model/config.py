@@ -168,7 +168,7 @@ def shard_paths(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     names = sorted(set(weight_map(folder).values())) or [SINGLE_FILE]
-    if strange := [name for name in names if not name or Path(name).name != name]:
+    if strange := [name for name in names if not (name.isprintable() and Path(name).name == name != "")]:
         raise ConfigError(f"{folder / WEIGHT_INDEX}: names {strange[0]!r}, wanted files beside it; fetch it again")
     missing = [name for name in names if not os.path.isfile(folder / name)]  # false, too, where asking fails
     if missing:
@@ -231,7 +231,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; give the folder of a DeepSeek-V4 checkpoint") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read ({error.strerror}); fetch it again, or see who may read it") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); fetch it again") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: wanted a JSON object, found {type(raw).__name__}; fetch it again")

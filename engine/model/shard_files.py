@@ -104,7 +104,7 @@ def _entries(path: Path) -> list[tuple[str, StoredTensor]]:
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=list)  # a name that stands twice is to be seen
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"its header is not JSON: {error}") from None
     if not isinstance(header, list) or not all(isinstance(entry, tuple) for entry in header):
         raise ValueError("its header is no JSON object")
@@ -115,7 +115,7 @@ def _entries(path: Path) -> list[tuple[str, StoredTensor]]:
         how = "cut short" if end > size else "too long"
         raise ValueError(f"{how}: its tensors end at byte {end}, the file at {size}")
     at, before = first, ""
-    for name, tensor in sorted(entries, key=lambda entry: entry[1].start):
+    for name, tensor in sorted(entries, key=lambda entry: (entry[1].start, entry[1].num_bytes)):  # empty ones first
         if tensor.start < at:
             raise ValueError(f"{before} and {name} overlap")
         at, before = tensor.start + tensor.num_bytes, name
@@ -124,12 +124,17 @@ def _entries(path: Path) -> list[tuple[str, StoredTensor]]:
 
 def _stored(file: str, name: str, pairs: Any, first: int, size: int) -> StoredTensor:
     """pairs: of the tensor's entry, or what stands in its place."""
+    if not name.isprintable():
+        raise ValueError(f"its header calls a tensor {name!a}")
     try:
         about = dict(pairs)
         dtype, shape, (begin, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
-        wanted = -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
-        if not 0 <= begin <= end or end - begin != wanted:
-            raise ValueError(f"{name} takes {end - begin} bytes, not the {wanted} of {list(shape)} {dtype}")
-    except (KeyError, TypeError) as error:
+        bits = DTYPE_BITS[dtype]
+        if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+            raise TypeError(f"shape {list(shape)}, data_offsets {[begin, end]}")
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its header says nothing sound of {name} ({type(error).__name__}: {error})") from None
+    wanted = -(-math.prod(shape) * bits // 8)
+    if end - begin != wanted:
+        raise ValueError(f"{name} takes {end - begin} bytes, not the {wanted} of {list(shape)} {dtype}")
     return StoredTensor(file, dtype, shape, first + begin, end - begin)

@@ -36,13 +36,12 @@ class UnusableTensor(Exception):
 
 
 def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> Tensor:
-    """Return a tensor dequantised to float32, or as int64 ids; not of four bits with scales in bytes (read_four_bits).
-
-    Raises UnusableTensor.
-    """
+    """Return a tensor dequantised to float32, or as int64 ids. Raises UnusableTensor."""
     tensor = raw[name]
     if spec.kind == "ids":
         return _checked_ids(name, tensor.to(torch.int64), config)
+    if beside(name, "weight_scale") in raw:
+        return read_four_bits(name, "nvfp4", raw, (slice(None), slice(None))).dequantize()
     scale = raw.get(beside(name, "scale"))
     if scale is None:
         values = tensor.float()

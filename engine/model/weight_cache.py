@@ -1,19 +1,25 @@
 """A rank's tensors as its model takes them, packed and cut, kept in a folder: a later start reads just these.
 
-    ROOT/KEY/manifest.json     what the tensors are of: checkpoint, part, dtypes, order; KEY is a hash of that
+    ROOT/KEY/manifest.json     what the tensors are of: checkpoint, part, dtypes, order (KEY hashes these), and files
     ROOT/KEY/part-….safetensors   a layer's tensors, or those of no layer
 
-A folder appears under its name when all of it is on disk. One that is damaged or whose manifest says something else is
-never read: it is made again. What can't be written is not kept, and said; the weights are served all the same.
+A folder appears under its name when all of it is on disk. One that lacks files, or has others than its manifest says,
+is never read: it is made again. Told by sizes and headers: of the values themselves there is no checksum. What can't be
+written is not kept, and said; the weights are served all the same.
+
+A checkpoint that was written to anew is another one, though it may look the same where model_fingerprint looks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from engine.model.checkpoint import WeightsError
-from engine.model.config import DeepSeekV4Config, model_fingerprint
+from engine.model.config import ConfigError, DeepSeekV4Config, model_fingerprint, shard_paths
 from engine.model.lots import DTYPES, LARGE_BYTES, Piece, Unit
 from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
 from engine.model.shard import Shard
@@ -65,7 +71,7 @@ def read_weights(
         return
     kept = WeightCache(
         Path(cache),
-        fingerprint=model_fingerprint(folder),
+        fingerprint=lambda: _stamp(folder),
         shard=shard,
         dtype=dtype,
         keeps_packed=keeps_packed,
@@ -87,22 +93,22 @@ class WeightCache:
         self,
         root: Path,
         *,
-        fingerprint: str,
+        fingerprint: Callable[[], str],
         shard: Shard,
         dtype: torch.dtype,
         keeps_packed: bool,
         device: torch.device,
         say: Say,
     ) -> None:
-        """fingerprint: of config and weights (config.model_fingerprint).   device: as WeightLoader has it."""
-        key = {
-            "checkpoint": fingerprint,
+        """fingerprint: of config and weights as they lie there now.   device: as WeightLoader has it."""
+        self._fingerprint = fingerprint
+        self._key = {
+            "checkpoint": fingerprint(),
             "part": f"{shard.index}/{shard.count}{' by expert' if shard.by_expert else ''}",
             "dtype": str(dtype).removeprefix("torch."),
             "order": ORDER if keeps_packed else "",
         }
-        self._manifest = json.dumps(key, sort_keys=True)
-        self.folder = root / hashlib.sha256(self._manifest.encode()).hexdigest()[:16]
+        self.folder = root / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
         self._device, self._say = device, say
         self.stats = LoadStats(0, 0.0, 0)
 
@@ -111,9 +117,11 @@ class WeightCache:
         if not self.folder.exists():
             return None
         try:
-            if (self.folder / _MANIFEST).read_text(encoding="utf-8") != self._manifest:
-                raise ValueError(f"{_MANIFEST} is of another checkpoint or part")
-            files = read_files(self.folder, sorted(self.folder.glob("*.safetensors")))
+            manifest = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
+            paths = sorted(self.folder.glob("*.safetensors"))
+            if manifest != self._key | {"files": _digests(paths)}:
+                raise ValueError(f"{_MANIFEST} is of another checkpoint or part, or of other files")
+            files = read_files(self.folder, paths)
             if files.problems:
                 raise ValueError(files.problems[0])
         except (OSError, ValueError) as problem:
@@ -125,28 +133,42 @@ class WeightCache:
 
     def keep(self, parts: Iterator[WeightPart]) -> Iterator[WeightPart]:
         """Yield parts on, writing each; the cache is there once all have been taken."""
-        writing = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
+        writing = self.folder.with_name(f".{self.folder.name}.{secrets.token_hex(4)}")
         is_kept = True
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.callback(shutil.rmtree, writing, ignore_errors=True)
+            is_kept = self._tried(self._begin, writing, ending)
             for part, tensors in parts:
                 if is_kept:
                     is_kept = self._tried(_write_part, writing, part, tensors)
+                    if not is_kept:  # what others may need the space for
+                        shutil.rmtree(writing, ignore_errors=True)
                 yield part, tensors
             if is_kept and self._tried(self._publish, writing):
                 self._say(f"weights: kept in the cache {self.folder}")
-        finally:
-            shutil.rmtree(writing, ignore_errors=True)
+
+    def _begin(self, writing: Path, ending: contextlib.ExitStack) -> None:
+        """Make the folder to write into; remove those of processes that died while they wrote: nobody locks them."""
+        for left in self.folder.parent.glob(f".{self.folder.name}.*"):
+            with contextlib.suppress(OSError), _locked(left):
+                shutil.rmtree(left, ignore_errors=True)
+        writing.mkdir(parents=True)
+        with contextlib.suppress(OSError):  # some file systems lock no folders: there they stay
+            ending.enter_context(_locked(writing))
 
     def _tried(self, write: Callable[..., None], *args: object) -> bool:
         try:
             write(*args)
-        except OSError as problem:
+        except (OSError, ConfigError) as problem:
             self._say(f"weights: not kept in the cache {self.folder}: {problem}")
             return False
         return True
 
     def _publish(self, writing: Path) -> None:
-        (writing / _MANIFEST).write_text(self._manifest, encoding="utf-8")
+        if self._fingerprint() != self._key["checkpoint"]:
+            raise OSError("the checkpoint was changed while it was loaded")
+        manifest = self._key | {"files": _digests(writing.glob("*.safetensors"))}
+        (writing / _MANIFEST).write_text(json.dumps(manifest, sort_keys=True), encoding="utf-8")
         try:
             os.rename(writing, self.folder)
         except OSError:  # another process may have made it meanwhile, from the same weights
@@ -175,6 +197,32 @@ class WeightCache:
         self._say(f"weights: {reader.stats.read_bytes / 1e9:.3f} GB read in {reader.stats.seconds:.1f} s")
 
 
+def _stamp(folder: str | Path) -> str:
+    """Return what changes with a checkpoint's config or weights. Raises ConfigError."""
+    written = [path.stat().st_mtime_ns for path in shard_paths(folder)]
+    return f"{model_fingerprint(folder)} {hashlib.sha256(repr(written).encode()).hexdigest()[:16]}"
+
+
+def _digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Return a hash of each file's header by its name."""
+    found = {}
+    for path in paths:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            found[path.name] = hashlib.sha256(file.read(min(length, path.stat().st_size))).hexdigest()
+    return found
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder. Raises OSError if another process has it."""
+    with contextlib.ExitStack() as opened:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        opened.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
 def _units(name: str, stored: StoredTensor) -> list[Unit]:
     """Return what is read of a tensor: all of it, or for a large one some rows at a time."""
     part, rows = layer_of(name), stored.shape[0] if stored.shape else 1
@@ -187,7 +235,6 @@ def _units(name: str, stored: StoredTensor) -> list[Unit]:
 
 def _write_part(folder: Path, part: int | None, tensors: Tensors) -> None:
     """Write a safetensors file, some rows of a tensor at a time: host memory never has all of a large one."""
-    folder.mkdir(parents=True, exist_ok=True)
     header, end = dict[str, object](), 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()

@@ -31,7 +31,7 @@ from engine.model.expert_stacks import PARTS, ExpertStacks, InnerSlice, split_na
 from engine.model.lots import LARGE_BYTES, LOT_BYTES, Piece, Unit, place_of
 from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
 from engine.model.shard import TILE, Shard, cut_shape, tiles_of
-from engine.model.stored_forms import DRAFT, FLOATS, beside, four_bits_of, names_with
+from engine.model.stored_forms import DRAFT, FLOATS, GROUP, beside, four_bits_of, names_with
 from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_sound_four_bits, read_values
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
@@ -215,8 +215,12 @@ class WeightLoader:
         return Piece.of(first, self._stored[first], rows), *(Piece.of(other, self._stored[other]) for other in others)
 
     def _reads_four_bits(self, name: str) -> bool:
-        scale = self._stored.get(beside(name, "scale"))
-        return four_bits_of(self._stored, name) is not None and (scale is None or scale.dtype != "F32")
+        """Return whether a routed expert's matrix is read as codes: scales in bytes, none of a group that is cut."""
+        scale, format = self._stored.get(beside(name, "scale")), four_bits_of(self._stored, name)
+        if format is None or (scale is not None and scale.dtype == "F32"):
+            return False
+        ends = (self._inner.start, self._inner.stop) if name.endswith(".w2.weight") else ()
+        return all(end % GROUP[format] == 0 for end in ends)
 
     def _take(self, unit: Unit, raw: Tensors, tensors: Tensors) -> None:
         """Put what a unit holds into `tensors`, or among the experts; note what can't be served."""

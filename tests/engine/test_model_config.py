@@ -256,7 +256,14 @@ def test_what_stands_in_place_of_a_weight_file_is_told(copy):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("../model.safetensors", "wanted files beside it"), ("", "wanted"), ("x" * 300, "lacks xxx")]
+    ("name", "message"),
+    [
+        ("../model.safetensors", "wanted files beside it"),
+        ("", "wanted"),
+        ("x" * 300, "lacks xxx"),
+        ("a\0b", r"names 'a\\x00b'"),
+        ("\ud800", r"names '\\ud800'"),
+    ],
 )
 def test_an_index_that_names_no_files_of_the_folder_is_refused(copy, name, message):
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": name}}))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from engine.model.config import load_config
+from engine.model.shard import Shard
 from engine.model.shard_files import read_headers
 from engine.model.stored_forms import form_of
 from engine.model.weights import load_weights
@@ -68,6 +70,21 @@ def test_a_form_that_has_another_value_is_refused(monkeypatch):
         forms.convert(geo.weights("mx")[0], "e5m2")
 
 
+@pytest.mark.parametrize("keeps_packed", [False, True])
+@pytest.mark.parametrize("is_nvfp4", [False, True], ids=["mxfp4", "nvfp4"])
+def test_a_matrix_that_is_no_routed_expert_s_may_have_four_bits_too(oracle, edit, is_nvfp4, keeps_packed):
+    shared, expert = "layers.1.ffn.shared_experts.w1", "layers.1.ffn.experts.2.w1"
+
+    def change(tensors):
+        tensors |= {f"{shared}.{part}": tensors[f"{expert}.{part}"].clone() for part in ("weight", "scale")}
+        if is_nvfp4:
+            forms._four_bits().to_nvfp4(tensors, re.escape(f"{shared}.weight"))
+
+    folder = edit("mx", change)
+    loaded = load_weights(folder, load_config(folder), dtype=torch.float32, keeps_packed=keeps_packed).tensors
+    assert torch.equal(loaded[f"{shared}.weight"], oracle.weights("mx")[f"{expert}.weight"].float())
+
+
 @pytest.mark.parametrize("form", forms.FORMS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_form_is_loaded_with_the_stored_values_and_kept_as_decode_kernels_want_it(loaded, model, form):
@@ -110,3 +127,15 @@ def test_what_a_folder_s_forms_are_called(tmp_path):
     files = read_headers(geo.write_checkpoint(tmp_path, form="expert-by-expert", oracle="mx"))
     names = [f"layers.0.ffn.experts.{expert}.w2.weight" for expert in range(4)]
     assert [form_of(files.tensors, name) for name in names] == ["mxfp4", "nvfp4", "bf16", "e4m3"]
+
+
+@pytest.mark.parametrize(("form", "ranks"), [("stored", 8), ("nvfp4", 16)])
+def test_ranks_may_cut_a_group_of_columns_that_share_a_scale(loaded, tmp_path, form, ranks):
+    whole = loaded("mx", form, keeps_packed=False).tensors
+    folder = geo.write_checkpoint(tmp_path, form=form, oracle="mx")
+    for index in (0, 1, ranks - 1):
+        options = {"dtype": torch.float32, "keeps_packed": index == 1, "shard": Shard(index, ranks)}
+        part = load_weights(folder, load_config(folder), **options).tensors
+        for name in [name for name in whole if name.endswith("experts.w2")]:
+            width = whole[name].shape[2] // ranks
+            assert torch.equal(part[name], whole[name][:, :, index * width : (index + 1) * width])

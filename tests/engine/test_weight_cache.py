@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_other_parts_dtypes_and_checkpoints_have_caches_of_their_own(oracle, edi
     assert same(loaded, read(changed)[0])
 
 
-@pytest.mark.parametrize("damage", ["cut", "manifest", "no manifest"])
+@pytest.mark.parametrize("damage", ["cut", "manifest", "no manifest", "no object", "lost", "header", "one more"])
 def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
     folder = oracle.folder("mx")
     wanted, _ = read(folder, tmp_path)
@@ -81,6 +82,15 @@ def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
         part.write_bytes(part.read_bytes()[:-1])
     elif damage == "manifest":
         (kept / "manifest.json").write_text(json.dumps({"checkpoint": "another"}))
+    elif damage == "no object":
+        (kept / "manifest.json").write_text("[]")
+    elif damage == "lost":
+        (kept / "part-002.safetensors").unlink()
+    elif damage == "header":
+        part = kept / "part-001.safetensors"
+        part.write_bytes(part.read_bytes().replace(b"layers.1.attn.wq_a", b"layers.1.attn.wq_A", 1))
+    elif damage == "one more":
+        shutil.copy(kept / "part-001.safetensors", kept / "part-009.safetensors")
     else:
         (kept / "manifest.json").unlink()
     found, told = read(folder, tmp_path)
@@ -105,3 +115,60 @@ def test_what_is_not_taken_to_its_end_is_not_kept(oracle, tmp_path):
     next(parts)
     parts.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpoint_that_was_written_anew_is_another_one(edit, tmp_path):
+    """Even where model_fingerprint sees no difference: of large files it looks at samples."""
+    folder = edit("mx", lambda tensors: None)
+    cache = tmp_path / "cache"
+    read(folder, cache)
+    path = folder / "model.safetensors"
+    before = path.stat().st_mtime_ns
+    os.utime(path, ns=(before, before + 1))
+    assert "kept in the cache" in read(folder, cache)[1]
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_kept(edit, tmp_path):
+    folder, lines = edit("mx", lambda tensors: None), []
+    parts = read_weights(
+        folder, load_config(folder), dtype=torch.bfloat16, device=CPU, keeps_packed=True, shard=Shard(),
+        progress=lines.append, cache=tmp_path / "cache",
+    )  # fmt: skip
+    next(parts)
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    for _ in parts:
+        pass
+    assert any("not kept in the cache" in line and "changed while it was loaded" in line for line in lines)
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_what_a_dead_process_left_half_written_is_removed_and_what_one_writes_is_not(oracle, tmp_path):
+    folder = oracle.folder("mx")
+    read(folder, tmp_path)
+    [kept] = tmp_path.iterdir()
+    shutil.rmtree(kept)
+    dead, alive = (tmp_path / f".{kept.name}.{which}" for which in ("dead", "alive"))
+    for left in (dead, alive):
+        left.mkdir()
+        (left / "part-000.safetensors").write_bytes(bytes(10))
+    with weight_cache._locked(alive):
+        assert "kept in the cache" in read(folder, tmp_path)[1]
+    assert sorted(tmp_path.iterdir()) == sorted([alive, kept])
+
+
+def test_a_full_disk_is_given_back_at_once(oracle, tmp_path, monkeypatch):
+    def write(folder, part, tensors):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "part").write_bytes(bytes(10))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_cache, "_write_part", write)
+    folder, lines = oracle.folder("mx"), []
+    parts = read_weights(
+        folder, load_config(folder), dtype=torch.bfloat16, device=CPU, keeps_packed=True, shard=Shard(),
+        progress=lines.append, cache=tmp_path,
+    )  # fmt: skip
+    next(parts)
+    assert os.listdir(tmp_path) == []
+    assert len(list(parts)) == load_config(folder).num_hidden_layers
+    assert sum("not kept in the cache" in line for line in lines) == 1

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.config import load_config
+from engine.model.shard_files import read_headers
 from engine.model.tensor_specs import tensor_specs
 from engine.model.weights import WeightsError, load_weights
 
@@ -125,3 +126,39 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path, oracle):
     (tmp_path / "model.safetensors").write_bytes(b"\x10" + b"\0" * 7 + b"this is no json!")
     with pytest.raises(WeightsError, match=r"model\.safetensors: can't be opened"):
         read(tmp_path)
+
+
+SOUND = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (json.dumps({"a": SOUND | {"shape": [2.0]}}), "nothing sound of a .*2.0"),
+        (json.dumps({"a": SOUND | {"shape": [True, 2]}}), "nothing sound of a .*True"),
+        (json.dumps({"a": SOUND | {"shape": [-1, -2]}}), "nothing sound of a .*-1"),
+        (json.dumps({"a": SOUND | {"data_offsets": [0.0, 8.0]}}), "nothing sound of a .*0.0"),
+        (json.dumps({"a": SOUND | {"data_offsets": [0, 4, 8]}}), "nothing sound of a "),
+        (json.dumps({"a": "no object"}), "nothing sound of a "),
+        (json.dumps({"a": SOUND | {"dtype": "F6"}}), "nothing sound of a .*F6"),
+        (json.dumps({"a": SOUND | {"shape": [3]}}), "a takes 8 bytes, not the 12 of"),
+        ('{"\\ud800": 1}', r"calls a tensor '\\ud800'"),
+        (json.dumps({"a\n\x1b[2J": SOUND}), r"calls a tensor 'a\\n\\x1b\[2J'"),
+        ('{"a":' * 50_000, "is not JSON: maximum recursion depth"),
+    ],
+)
+def test_a_header_that_is_damaged_is_said_to_be(tmp_path, header, message):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    [problem] = read_headers(tmp_path).problems
+    assert re.match(rf"model\.safetensors: can't be opened \(.*{message}.*\); fetch it again", problem), problem
+
+
+def test_empty_tensors_lie_anywhere(tmp_path):
+    save_file({"a": torch.ones(2), "b": torch.ones(3)}, path := tmp_path / "model.safetensors")
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : (first := 8 + int.from_bytes(raw[:8], "little"))])
+    header |= {f"empty{at}": {"dtype": "F32", "shape": [0, 5], "data_offsets": [at, at]} for at in (0, 8, 20)}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[first:])
+    assert read_headers(tmp_path).problems == []
