@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from engine.model.config import ConfigError, DeepSeekV4Config, shard_paths
+from engine.model.config import WEIGHT_INDEX, ConfigError, DeepSeekV4Config, shard_paths
 from engine.model.stored_forms import check_folder, listed
 
 
@@ -17,7 +17,9 @@ def require_loadable(folder: str | Path, config: DeepSeekV4Config) -> None:
 
     config: of the whole model.
     """
-    stamps = tuple((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in shard_paths(folder))
+    index = Path(folder) / WEIGHT_INDEX
+    paths = [*shard_paths(folder), *([index] if index.exists() else [])]
+    stamps = tuple((path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in paths)
     problems = _problems(str(folder), config, stamps)
     if problems:
         told = listed(folder, list(problems))
