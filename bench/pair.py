@@ -27,11 +27,12 @@ from bench.pair_faults import strike
 from bench.pair_processes import Cluster, NotReady
 from bench.report import write_json
 from bench.step_flags import count, counts
-from kernels.table import current_commit
+from kernels.bench import current_commit
 
 RUNS = ("ttft", "wave", "short", "long", "faults")
 ITL_BAR = 1.18  # cluster over engine, while no prefill runs
 EXPOSED_BAR_MS = 1.0
+_STATS_S = 1.5  # workers say theirs once a second
 
 
 class Measurement:
@@ -66,7 +67,7 @@ class Measurement:
         before = self.cluster.metrics()
         asked = ["--url", self.cluster.url, "--json", str(path), "--html", str(path.with_suffix(".html")), *words]
         problem = self.cluster.command(["bench", "serve", *asked, "--quiet"], limit_s=self._args.limit)
-        time.sleep(1.5)  # workers' stats come once a second
+        time.sleep(_STATS_S)
         self.splits[name] = split(before, self.cluster.metrics())
         if problem:
             self.problems.append(f"{name}: {problem}")
@@ -88,7 +89,7 @@ class Measurement:
                     ratio = run["itl_mean_ms"] / engine
                     row = {"concurrency": run["concurrency"], "itl_mean_ms": run["itl_mean_ms"], "step_ms": engine}
                     found.append(row | {"ratio": ratio})
-                    if ratio > ITL_BAR:
+                    if self._args.bars and ratio > ITL_BAR:
                         self.problems.append(f"{name}: ITL is {ratio:.2f} x the engine's step, wanted {ITL_BAR}")
         return found
 
@@ -163,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["conditions"]["ready_s"] = round(time.monotonic() - began, 1)
         report["pairs"] = topology.get("pairs")
         report["workers"] = topology.get("workers")
+        time.sleep(_STATS_S)  # the pair's canary is then in none of the runs
         for name in args.runs:
             measurement.run(name)
     except NotReady as error:
@@ -204,7 +206,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ready", type=float, default=240, metavar="S", help="longest wait until the pair is ready (%(default)s)")
     add("--limit", type=float, default=150, metavar="S", help="longest time of one bench serve (%(default)s)")
     add("--step", type=Path, metavar="FILE", help="a report of bench step, to compare ITL with")
-    add("--bars", action="store_true", help="exposed transfer is held against its bar: not on a CPU")
+    add("--bars", action="store_true", help="exposed transfer and ITL are held against their bars: not on a CPU")
     add("--json", type=Path, required=True, metavar="FILE", help="the report")
     return parser.parse_args(argv)
 

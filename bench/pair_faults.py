@@ -93,7 +93,7 @@ def _held(cluster: Cluster) -> str:
     """Return what is still held once nothing runs, "" if nothing."""
     until = time.monotonic() + _IDLE_WITHIN_S
     while True:
-        held = {}
+        held: dict[str, Any] = {}
         for role in ("prefill", "decode"):
             stats = json.loads(cluster.get("/info", base=cluster.worker(role)["url"]))["stats"]
             held |= {f"{role} {name}": stats[name] for name in _GAUGES if stats.get(name)}
