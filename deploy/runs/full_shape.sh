@@ -13,16 +13,31 @@ steps="correctness all_reduce step serve_short serve_long transfer"
 . "$(dirname "$0")/steps.sh"
 ranks=${RANKS:-4}
 
+# four_groups FOLDER: the tiny model's config with four output groups, and its tokenizer; weights are drawn at random.
+four_groups() {
+    "$PYTHON" - "$1" <<'END'
+import json, os, pathlib, shutil, sys
+from deploy.tiny_model import ensure_tiny_model
+tiny, folder = pathlib.Path(ensure_tiny_model(os.environ)), pathlib.Path(sys.argv[1])
+shutil.copytree(tiny, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+config = json.loads((tiny / "config.json").read_text()) | {"o_groups": 4}
+(folder / "config.json").write_text(json.dumps(config))
+END
+}
+
 if [ -n "$DRY" ]; then
+    model=$OUT/tiny-four-groups
+    four_groups "$model" || exit 1
     device=cpu yaml=deploy/runs/full_shape_dry.yaml port=18470
     geo="--device cpu --dtype float32 --by expert --lengths 9 --steps 1"
-    synthetic="--model $("$PYTHON" -m deploy.tiny_model) --load-format synthetic --kv-cache-dtype bf16 --block-size 128"
+    synthetic="--model $model --load-format synthetic --kv-cache-dtype bf16 --block-size 128"
     step="--batch 1,4 --context 64 --steps 5" served="--concurrency 1,2 --short 60 --long 200 --output 8 --wave-output 16"
     moved="--lengths 512 --repetitions 3 --transport nixl --chunk-tokens 256"
 else
+    model=DeepSeek-V4-Flash
     device=cuda yaml=deploy/runs/full_shape.yaml port=8000
     geo="--device cuda"
-    synthetic="--model DeepSeek-V4-Flash --load-format synthetic"
+    synthetic="--model $model --load-format synthetic"
     step="--batch 1,16,64 --context 1024" served="--bars"
     moved="--lengths 8192,131072 --chunk-tokens 4096 --transport nixl"
 fi
@@ -43,7 +58,7 @@ step_step() {
 
 # serve LABEL RUNS: the cluster of the YAML file, started, measured, ended; ITL of waves beside what `step` has left.
 serve() {
-    limit 475 "$1" "$PYTHON" -m bench.pair --up $yaml --common "--prefill-ranks $ranks --decode-ranks $ranks" \
+    limit 475 "$1" "$PYTHON" -m bench.pair --up $yaml --common "--model $model --prefill-ranks $ranks --decode-ranks $ranks" \
         --port $port $served --runs "$2" --ready 210 --limit 120 --step "$OUT/${name}_step.json" \
         --json "$OUT/${name}_$1.json"
 }
