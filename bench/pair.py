@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -156,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _stop)  # `timeout` says so: workers must end, and what is known be written
     cluster = Cluster(args)
     measurement = Measurement(cluster, args)
     try:
@@ -169,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             measurement.run(name)
     except NotReady as error:
         measurement.problems.append(str(error))
+    except _Stopped:
+        measurement.problems.append("stopped by SIGTERM: its time was over; what was measured until then is here")
     finally:
         cluster.end()
     if args.step and args.step.exists():
@@ -181,6 +185,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in measurement.problems:
         print(f"problem: {problem}")
     return 1 if measurement.problems else 0
+
+
+class _Stopped(Exception):
+    """SIGTERM has come."""
+
+
+def _stop(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Stopped
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

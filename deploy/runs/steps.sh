@@ -16,7 +16,7 @@ limit() {
     shift 2
     log="$OUT/$name.$label.log"
     began=$(date +%s)
-    timeout -k 30 "$seconds" "$@" >"$log" 2>&1
+    timeout -k 60 "$seconds" "$@" >"$log" 2>&1
     code=$?
     if [ "$code" -eq 0 ]; then
         echo "ok     $name $label: $(($(date +%s) - began)) s; $(tail -n 1 "$log" | cut -c1-160)"
