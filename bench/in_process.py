@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -26,11 +26,15 @@ from engine.step_profiler import floor_of
 from kernels.bench import current_commit
 from kernels.gpu_timer import Device, describe, warm_clocks
 
+if TYPE_CHECKING:
+    from engine.parallel import Rank
+
 
 class InProcessEngine:
     """A loaded runner for `sequences` sequences of `longest` tokens at most; its cache is filled with random rows.
 
-    chunk_tokens: of a prompt, at most; 0: a decode rank.
+    chunk_tokens: of a prompt, at most; 0: a decode rank.   group: the ranks that it computes with, None: nobody; each
+    has such an engine in a process of its own, and all are asked for the same, in the same order.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class InProcessEngine:
         longest: int,
         chunk_tokens: int = 0,
         say: Callable[[str], None] = lambda text: None,
+        group: Rank | None = None,
     ) -> None:
         """args: with what `bench.step_flags` has added. Raises ConfigError, WeightsError, ValueError."""
         role: Literal["prefill", "decode"] = "prefill" if chunk_tokens else "decode"
@@ -61,7 +66,9 @@ class InProcessEngine:
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch finds no GPU here; use --device cpu, with a small model")
         self.config = config
-        self.runner = ModelRunner(config, num_blocks=num_blocks, num_slots=sequences)
+        self.group = group
+        rank = 0 if group is None else group.index
+        self.runner = ModelRunner(config, num_blocks=num_blocks, num_slots=sequences, rank=rank, group=group)
         self.runner.times = True
         self.runner.load(say)
         self.runner.capture(say)
@@ -122,10 +129,17 @@ class InProcessEngine:
             "python": platform.python_version(),
             "model": msgspec.to_builtins(self.floor.model),
             "formats": {name: getattr(self.floor.formats, name) for name in self.floor.formats.__slots__},
-            "shard": config.simulate_rank or "0/1",
+            "shard": config.simulate_rank or f"0/{config.ranks}",
+            "exchange": self._exchange(),
             "layers": self.floor.model.num_hidden_layers,
             "config": msgspec.to_builtins(config),
         }
+
+    def _exchange(self) -> dict[str, Any] | None:
+        """Return how the ranks of the group exchange, None of one that is alone."""
+        info = None if self.group is None else self.runner.exchange_info(self.group.exchange)
+        found: dict[str, Any] | None = msgspec.to_builtins(info)
+        return found
 
 
 def _describe_cpu() -> Device:

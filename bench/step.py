@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -19,11 +20,12 @@ from bench.step_flags import add_flags, count, counts
 from bench.step_law import Experts, Point, StepLaw
 from bench.step_plot import draw, require_matplotlib
 from bench.step_projection import project, show_projection
-from engine.flags import parse_flags
+from engine.flags import engine_config, parse_flags
 from engine.steady_batch import SPAN, StepFailed
 
 if TYPE_CHECKING:
     from bench.in_process import InProcessEngine
+    from engine.parallel import Rank
     from engine.steady_batch import SteadyBatch, Step
 
 WARM_STEPS = 20
@@ -34,17 +36,20 @@ examples
   isthmus bench step --model dsv4-tiny --device cpu --batch 1,4 --context 256 --steps 20
   isthmus bench step --model ./DeepSeek-V4-Flash --load-format synthetic --simulate-rank 0/4 --device cuda \\
       --context 8192,131072 --json step.json --png step.png
+  isthmus bench step --model ./DeepSeek-V4-Flash --load-format synthetic --ranks 2 --device cuda --batch 1,16,64
   isthmus bench step --from step.json --png step.png          draw what was measured before, elsewhere
   isthmus bench step --from step.json --project               what such steps would take on four RTX PRO 6000
 
 what is measured
   One rank in this process: plans go to its runner as a leader's would, each before the tokens of the one before have
-  been read. No leader, no HTTP, no exchange with other ranks.
+  been read. No leader, no HTTP, no exchange with other ranks. With --ranks N a group of N processes that do exchange,
+  a GPU for each; figures are the first one's.
   step        milliseconds from one step's tokens to the next one's, on the host: median, and the 10th and 90th of 100
   device      of it, what the device took from the step's first to its last kernel
   gap         share of the step in which the device waited for the host
   floor       the weights and cache rows that such a step must read, at the device's bandwidth (or their products)
   x floor     step / floor
+  with sums   with --ranks: floor and the group's sums over the ranks, each as measured alone; and its share of the step
   nodes       kernels and copies in the captured graph
 
 A synthetic model needs its folder's config.json only. The form a + c U(N) + d N of the law wants four batches or more.
@@ -92,16 +97,38 @@ def stored_or_measured(
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Return the report of a sweep over args.context and args.batch."""
+    """Return the report of a sweep over args.context and args.batch, of one rank or of a group's first."""
+    # as a whole, environment included: a bad setting is told here, once
+    config = engine_config(args, role="decode", yaml_section=None, environ=os.environ)
+    if config.ranks == 1:
+        return _sweep(args, progress)
+    from bench.ranks import RanksFailed, run_in_ranks
+
+    try:
+        report: dict[str, Any] = run_in_ranks(
+            config.ranks, _sweep_of_rank, args, device=config.device, dtype=config.dtype, threads=config.threads
+        )
+    except RanksFailed as error:
+        raise StepFailed(str(error)) from error
+    return report
+
+
+def _sweep_of_rank(group: Rank, args: argparse.Namespace) -> dict[str, Any]:
+    return _sweep(args, Progress(quiet=args.quiet or group.index > 0), group)
+
+
+def _sweep(args: argparse.Namespace, progress: Progress, group: Rank | None = None) -> dict[str, Any]:
+    """Return what this rank measures. Every rank of a group sweeps alike; only the first one talks."""
     from bench.in_process import InProcessEngine
 
     longest = max(args.context) + SPAN
-    engine = InProcessEngine(args, sequences=max(args.batch), longest=longest, say=progress.say)
+    engine = InProcessEngine(args, sequences=max(args.batch), longest=longest, say=progress.say, group=group)
+    sums = {} if group is None else _sums(engine, group, args.batch)
     runs = []
     for context in args.context:
         for batch in args.batch:
             steady = engine.steady(batch, context)
-            runs.append(_figures(engine, steady, steps=args.steps))
+            runs.append(_with_sums(_figures(engine, steady, steps=args.steps), sums.get(batch)))
             steady.end()
             progress.say(
                 f"batch {batch:>3}, context {context:>7,}: {runs[-1]['step_ms']:.3f} ms a step, floor "
@@ -116,6 +143,29 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "step_law": laws[args.context[0]],
         "step_laws": {str(context): law for context, law in laws.items()},
     }
+
+
+def _sums(engine: InProcessEngine, group: Rank, batches: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return by batch what the sums over ranks of a step take, measured alone: two a layer, [batch, hidden] each."""
+    from bench.all_reduce import CHOSEN, sum_times
+    from engine.runner import DTYPES
+
+    model, dtype = engine.floor.model, DTYPES[engine.config.dtype]
+    sizes = {batch: batch * model.hidden_size * dtype.itemsize for batch in batches}
+    times = sum_times(group, sorted(set(sizes.values())), dtype)[CHOSEN]
+    calls = 2 * model.num_hidden_layers
+    return {
+        batch: {"calls": calls, "bytes": size, "us": times[size], "ms": calls * times[size] / 1000}
+        for batch, size in sizes.items()
+    }
+
+
+def _with_sums(run: dict[str, Any], sums: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the run with `sums`, the floor that has them in it, and that floor's share of the step; null if alone."""
+    if sums is None:
+        return run | {"sums": None, "floor_with_sums_ms": None, "share_of_floor": None}
+    floor_ms = run["floor_ms"] + sums["ms"]
+    return run | {"sums": sums, "floor_with_sums_ms": floor_ms, "share_of_floor": floor_ms / run["step_ms"]}
 
 
 def _figures(engine: InProcessEngine, steady: SteadyBatch, *, steps: int) -> dict[str, Any]:
@@ -169,6 +219,9 @@ def show(report: dict[str, Any]) -> None:
     table = Table("batch", "context", box=None, header_style="bold")
     for head in ("step ms", "10 %", "90 %", "device ms", "gap", "tokens/s", "floor ms", "x floor", "nodes"):
         table.add_column(head, justify="right")
+    has_sums = any(run.get("sums") for run in report["runs"])
+    for head in ("sums ms", "floor with sums", "of step") if has_sums else ():
+        table.add_column(head, justify="right")
     for column in table.columns[:2]:
         column.justify = "right"
     for run in report["runs"]:
@@ -181,11 +234,16 @@ def show(report: dict[str, Any]) -> None:
             number(run["floor_ms"], 3),
             number(run["over_floor"], 2),
             number(run["nodes"], 0),
+            *(_sums_cells(run) if has_sums else ()),
         )
     wide_console(console).print(table)
     for context, law in report["step_laws"].items():
         console.print(f"context {int(context):,}", markup=False)
         console.print("\n".join(step_law_lines(law)), markup=False)
+
+
+def _sums_cells(run: dict[str, Any]) -> tuple[str, str, str]:
+    return number(run["sums"]["ms"], 3), number(run["floor_with_sums_ms"], 3), f"{run['share_of_floor']:.0%}"
 
 
 def conditions_line(conditions: dict[str, Any]) -> str:
@@ -220,5 +278,5 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--from", type=Path, dest="stored", metavar="FILE", help="show and draw a report of --json, measure nothing")
     add("--project", action="store_true", help="project steps of rank 0/4 on an H200 to four RTX PRO 6000")
     add("--quiet", action="store_true", help="no progress on stderr")
-    add_flags(parser)
+    add_flags(parser, has_ranks=True)
     return parser

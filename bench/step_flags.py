@@ -17,9 +17,9 @@ _WITHOUT = (
 )  # fmt: skip
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the engine's flags that say something in one process."""
-    add_engine_flags(parser, without=_WITHOUT)
+def add_flags(parser: argparse.ArgumentParser, *, has_ranks: bool = False) -> None:
+    """Add the engine's flags that say something in one process, or in the processes of one group."""
+    add_engine_flags(parser, without=[name for name in _WITHOUT if not (has_ranks and name == "ranks")])
 
 
 def add_prompt_flags(add: Callable[..., object]) -> None:

@@ -107,6 +107,22 @@ class DeviceGroup:
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         return self._host.agree(flags)
 
+    def measure(self, sizes: Sequence[int], dtype: torch.dtype) -> dict[str, dict[int, float]]:
+        """Return microseconds of a captured sum, on the slowest rank, by way and bytes. All ranks call it together.
+
+        Ways: NCCL's settings that are kept, one-shot sums up to what they have room for, and "chosen", what
+        `all_reduce` takes.
+        """
+        runs: dict[str, Callable[[Tensor], object]] = {
+            comm.name: _in_place(comm) for comm in (self._small, self._large)
+        }
+        runs["chosen"] = self.all_reduce
+        found = {way: _measure(self._host, run, sizes, dtype) for way, run in runs.items()}
+        if self._regions is not None and self._regions.dtype == dtype:
+            taken = [size for size in sizes if size <= one_shot.CAPACITY_BYTES]
+            found[ONE_SHOT] = _measure(self._host, _through(self._regions), taken, dtype)
+        return found
+
     def close(self) -> None:
         for comm in {self._small.name: self._small, self._large.name: self._large}.values():
             comm.close()

@@ -26,6 +26,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # these run an engine in their own process, or read its bill
     "bench.in_process": ("engine", "kernels"),
     "bench.step": ("bench", "engine"),
+    "bench.pair": ("bench", "kernels.bench"),
+    "bench.ranks": ("engine",),
+    "bench.all_reduce": ("bench", "engine", "kernels"),
     "bench.prefill": ("bench", "engine"),
     "bench.weights": ("bench", "engine", "kernels"),
     "bench.weight_samples": ("bench.weights", "engine", "kernels"),

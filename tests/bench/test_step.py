@@ -99,3 +99,14 @@ def test_a_profile_bills_every_operation_and_keeps_its_trace(tmp_path, capsys):
 def test_a_worker_that_is_not_there_is_no_traceback(capsys):
     assert bench.profile.main(["--url", "http://127.0.0.1:9"]) == 1
     assert "isthmus profile:" in capsys.readouterr().err
+
+
+def test_a_group_of_ranks_sweeps_in_step_and_its_floor_has_the_sums(tmp_path):
+    path = tmp_path / "step.json"
+    sweep = ["--batch", "1", "--context", "64", "--steps", "3", "--num-layers", "2", "--json", str(path)]
+    assert bench.step.main([*sweep, *ENGINE, "--ranks", "2"]) == 0
+    report = json.loads(path.read_text())
+    assert report["conditions"]["shard"] == "0/2" and report["conditions"]["exchange"]["backend"] == "gloo"
+    (run,) = report["runs"]
+    assert run["sums"]["calls"] == 4 and run["sums"]["ms"] == pytest.approx(4 * run["sums"]["us"] / 1000)
+    assert run["floor_with_sums_ms"] == pytest.approx(run["floor_ms"] + run["sums"]["ms"])
