@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from deploy import preflight, state
 
@@ -77,11 +79,24 @@ def test_rank_that_can_not_start_ends_the_cluster_with_its_reason(launch, oracle
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((oracle_model / "config.json").read_bytes())
-    (broken / "model.safetensors").write_bytes((oracle_model / "model.safetensors").read_bytes()[:100_000])
+    tensors = load_file(oracle_model / "model.safetensors")
+    tensors["norm.weight"][3] = math.nan  # only who reads values sees it
+    save_file(tensors, broken / "model.safetensors")
     cluster = launch("--model", str(broken))
     assert cluster.process.wait(60) == 1
     assert "failed at start" in cluster.output
-    assert "model.safetensors" in cluster.output
+    assert "norm.weight: 1 of" in cluster.output
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(launch, oracle_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((oracle_model / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes((oracle_model / "model.safetensors").read_bytes()[:100_000])
+    cluster = launch("--model", str(broken))
+    assert cluster.process.wait(60) == 2
+    assert "model.safetensors: can't be opened" in cluster.output
+    assert state.running(cluster.environ) == []
 
 
 def test_what_a_killed_cluster_leaves_is_cleared_by_the_next_command(launch, oracle_model: Path) -> None:
