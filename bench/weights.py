@@ -242,7 +242,7 @@ def show(report: dict[str, Any]) -> None:
     for head in ("", "GB", "s", "GB/s", "cached"):
         table.add_column(head, justify="left" if not head else "right")
     size = report["read_bytes"] / 1e9
-    copy = report["copy_bytes_per_s"]
+    copy, ratio = report["copy_bytes_per_s"], report["peak_over_in_flight"]
     table.add_row("disk", number(size, 2), *(number(disk["seconds"], 2), number(disk["bytes_per_s"] / 1e9, 2)),
                   f"{100 * disk['cached']:.0f}%")  # fmt: skip
     table.add_row("copy", "", "", number(None if copy is None else copy / 1e9, 2), "")
@@ -251,7 +251,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"of bound {100 * report['of_bound']:.0f}%; in flight {load['in_flight_bytes'] / 1e6:,.0f} MB, "
-        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({number(report['peak_over_in_flight'], 2)} x); "
+        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({'with the model' if ratio is None else f'{ratio:.2f} x'}); "
         f"{samples['compared']} samples, {samples['values']:,} values, {len(samples['faults'])} differ"
     )
     for fault in samples["faults"][:20]:
@@ -263,10 +263,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog, description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder with config.json and safetensors files")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="(%(default)s)")
     parser.add_argument("--shard", default="", metavar="I/N", help="the part of rank I of N; default: all of it")
-    parser.add_argument("--samples", type=int, default=50, help="matrices to compare with the files")
+    parser.add_argument("--samples", type=int, default=50, help="matrices to compare with the files (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser

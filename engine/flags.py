@@ -59,7 +59,11 @@ FIELDS = (
     Field("model", _MODEL, "folder with config.json and safetensors files", ("--model-path",)),
     Field("served_model_name", _MODEL, "name in the API; default: the folder's name"),
     Field("load_format", _MODEL, "auto: read the folder's weights; synthetic: random ones of the same shapes"),
-    Field("weight_cache", _MODEL, "folder to keep packed weights in, for faster starts; as large as the weights"),
+    Field(
+        "weight_cache",
+        _MODEL,
+        "folder to keep packed weights in: the first start writes, later ones read just these; docs/checkpoints.md",
+    ),
     Field("simulate_rank", _MODEL, "0/4: be rank 0 of a group of 4 without the others (synthetic weights only)"),
     Field("num_layers", _MODEL, "the first layers only, 0: all (synthetic weights only)", (), 0, 1024),
     Field("dtype", _MODEL, "arithmetic and weights: float32 or bfloat16"),
