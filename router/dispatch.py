@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import random
+import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
@@ -95,6 +96,7 @@ class Dispatcher:
         self._turns = Turns()
         self._background: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
+        self._name = secrets.token_hex(4)  # several routers may send canaries to one worker
 
     def check_admission(self, num_prompts: int = 1) -> None:
         """Raise ApiError if a request that came now could not be taken: draining, no pair, queue full."""
@@ -180,7 +182,7 @@ class Dispatcher:
             random.randrange(limits.vocab_size) for _ in range(min(limits.block_tokens, limits.max_model_len - 3) + 1)
         ]
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        record = RequestRecord(f"warm-{next(self._numbers)}", prompt, sampling, is_canary=True)
+        record = RequestRecord(f"warm-{self._name}-{next(self._numbers)}", prompt, sampling, is_canary=True)
         attempt = self._attempt(pair, record)
         try:
             await attempt.reserve()
