@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             "commit": current_commit(),
             "device": name,
             "torch": torch.__version__,
-            "model": str(args.model),
+            "model": Path(args.model).resolve().name,
             "layers": config.num_hidden_layers,
             "shard": args.shard or "0/1",
             "dtype": args.dtype,

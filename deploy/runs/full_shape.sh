@@ -4,7 +4,7 @@
 #   deploy/runs/full_shape.sh                          all steps, each under 8 minutes
 #   deploy/runs/full_shape.sh serve_short transfer     some of: correctness all_reduce step serve_short serve_long transfer
 #   RANKS=2 deploy/runs/full_shape.sh                  TP2 + TP2 on four GPUs
-#   DRY=1 OUT=/tmp/dry deploy/runs/full_shape.sh       the same commands on the CPU, TP4 + TP4 of the tiny model
+#   DRY=1 OUT=dry deploy/runs/full_shape.sh       the same commands on the CPU, TP4 + TP4 of the tiny model
 #
 # JSON, HTML and logs go to $OUT (docs/results). Exit code 1 if a step failed; docs/runs.md says what each leaves.
 set -u

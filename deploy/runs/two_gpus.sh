@@ -3,7 +3,7 @@
 #
 #   deploy/runs/two_gpus.sh                        all steps, each under 8 minutes
 #   deploy/runs/two_gpus.sh all_reduce step        some of: correctness all_reduce step pair transfer faults
-#   DRY=1 OUT=/tmp/dry deploy/runs/two_gpus.sh     the same commands on the CPU, tiny
+#   DRY=1 OUT=dry deploy/runs/two_gpus.sh     the same commands on the CPU, tiny
 #
 # JSON and logs go to $OUT (docs/results). Exit code 1 if a step failed; docs/runs.md says what each leaves.
 set -u

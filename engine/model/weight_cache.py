@@ -29,7 +29,7 @@ import torch
 from engine.model.checkpoint import WeightsError
 from engine.model.config import ConfigError, DeepSeekV4Config, model_fingerprint, shard_paths
 from engine.model.lots import DTYPES, LARGE_BYTES, Piece, Unit
-from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
+from engine.model.parts import PartReader, Tensors, WeightPart, layer_of
 from engine.model.shard import Shard
 from engine.model.shard_files import ShardFiles, StoredTensor, read_files
 from engine.model.weights import WeightLoader
@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
 
 
 class WeightCache:
-    """The tensors of one rank. stats: of what was read from here."""
+    """The tensors of one rank."""
 
     def __init__(
         self,
@@ -110,7 +110,6 @@ class WeightCache:
         }
         self.folder = root / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
         self._device, self._say = device, say
-        self.stats = LoadStats(0, 0.0, 0)
 
     def load(self) -> Iterator[WeightPart] | None:
         """Return the parts that lie here, None if there are none that can be used."""
@@ -193,7 +192,6 @@ class WeightCache:
             yield from reader.parts(take)
         except OSError as problem:
             raise WeightsError(f"{self.folder}: can't be read, delete it: {problem}") from None
-        self.stats = reader.stats
         self._say(f"weights: {reader.stats.read_bytes / 1e9:.3f} GB read in {reader.stats.seconds:.1f} s")
 
 
