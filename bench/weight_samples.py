@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from kernels.expert_weights import LANES, ExpertWeights, Format, dequantize_expe
 
 if TYPE_CHECKING:
     from engine.model.config import DeepSeekV4Config
+    from engine.model.parts import WeightPart
     from engine.model.shard import Shard
 
 _ROWS = 64  # of a matrix that are compared
@@ -31,11 +32,11 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 Array = np.ndarray[Any, Any]
 
 
-def compare_samples(args: argparse.Namespace, config: DeepSeekV4Config, shard: Shard, *, count: int) -> dict[str, Any]:
-    """Load the checkpoint once more; return how many matrices were compared, how many values, and which differ."""
-    from bench.weights import _loader
-
-    files = read_headers(args.model)
+def compare_samples(
+    parts: Iterable[WeightPart], args: argparse.Namespace, config: DeepSeekV4Config, shard: Shard
+) -> dict[str, Any]:
+    """Return how many matrices of `parts` were compared, how many values, and which differ: `args.samples` of them."""
+    count, files = args.samples, read_headers(args.model)
     matrices = [name for name, spec in tensor_specs(config).items() if len(spec.shape) == 2]
     held = shard.experts(config)
     matrices = [name for name in matrices if (place := split_name(name)) is None or place[1] in held]
@@ -45,7 +46,7 @@ def compare_samples(args: argparse.Namespace, config: DeepSeekV4Config, shard: S
     chosen = {*draw.sample(experts, min(count // 2, len(experts)))}
     chosen |= {*draw.sample(others, min(count - len(chosen), len(others)))}
     compared, values, faults = 0, 0, list[str]()
-    for _, tensors in _loader(args, config, shard, lambda text: None).parts():
+    for _, tensors in parts if chosen else ():
         for name in sorted(chosen):
             loaded = _loaded(name, tensors, shard, config)
             if loaded is None:

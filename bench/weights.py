@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
+import gc
 import platform
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.page_cache import cached_share, drop_cache
 from bench.progress import Progress
 from bench.report import number, write_json
 
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
     import torch
 
     from engine.model.config import DeepSeekV4Config
+    from engine.model.parts import LoadStats, PartReader, WeightPart
     from engine.model.shard import Shard
 
 _COPY_BYTES, _COPIES = 64 << 20, 32
-_PROBES = 256  # places of the files that are asked whether the page cache has them
 
 _EXAMPLES = """\
 examples
   isthmus bench weights --model ./DeepSeek-V4-Flash --shard 0/4 --device cuda --json weights.json
+  isthmus bench weights --model ./DeepSeek-V4-Flash --shard 0/4 --device cuda --weight-cache /data --warm
   isthmus bench weights --model dsv4-tiny --device cpu
 
 what is measured
@@ -39,6 +41,10 @@ what is measured
   copy        64 MiB from pinned memory to the GPU, again and again
   load        from the first header to a model that could run: read, checked, packed, built, on its device; the page
               cache emptied before. of bound: its rate over the slower of disk and copy
+  warm        with --warm: the same once more, the page cache left as loading has left it: what a faster disk would give
+  cache       with --weight-cache, as workers have it: the same once more, writing the packed form into a new folder
+              below that one, and how much longer that takes (page cache emptied before); then, read from there, disk
+              and load as above. The folder is removed at the end; it takes as much as the weights take of the GPU
   in flight   staging buffers: all of the checkpoint that is ever in host memory
   peak        what host memory grew by at most while it loaded: anonymous memory of the process, looked at a hundred
               times a second, and staging where that is pinned, of which anonymous memory has nothing. (What is mapped
@@ -54,13 +60,52 @@ def main(argv: Sequence[str], *, prog: str = "isthmus bench weights") -> int:
 
     try:
         report = measure(args, Progress(quiet=args.quiet))
-    except (WeightsError, ValueError) as error:
+    except (WeightsError, ValueError, OSError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     show(report)
     if args.json:
         write_json(report, args.json)
-    return 1 if report["samples"]["faults"] else 0
+    samples = [report["samples"], *([report["cache"]["samples"]] if report["cache"] else [])]
+    return 1 if any(each["faults"] for each in samples) else 0
+
+
+class _Run(NamedTuple):
+    """What is loaded."""
+
+    args: argparse.Namespace
+    config: DeepSeekV4Config
+    shard: Shard
+    device: torch.device
+    progress: Progress
+    said: list[str]  # while parts were taken
+
+    def parts(self, cache: str = "") -> Iterator[WeightPart]:
+        """Yield the weights as a worker's rank takes them. cache: see read_weights."""
+        from engine.model.moe import keeps_packed
+        from engine.model.weight_cache import read_weights
+        from engine.runner import DTYPES
+
+        return read_weights(
+            self.args.model, self.config, dtype=DTYPES[self.args.dtype], device=self.device,
+            keeps_packed=keeps_packed(self.device), shard=self.shard, progress=self._say, cache=cache,
+        )  # fmt: skip
+
+    def reader(self) -> PartReader:
+        """Return what reads the checkpoint's bytes that this rank needs."""
+        from engine.model.moe import keeps_packed
+        from engine.model.weights import WeightLoader
+        from engine.runner import DTYPES
+
+        loader = WeightLoader(
+            self.args.model, self.config, dtype=DTYPES[self.args.dtype], device=self.device,
+            keeps_packed=keeps_packed(self.device), shard=self.shard,
+        )  # fmt: skip
+        return loader.reader(self.progress.say)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self.progress.say(text)
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -68,120 +113,126 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     import torch
 
     from bench.weight_samples import compare_samples
-    from engine.model.config import load_config
+    from engine.model.config import load_config, shard_paths
     from engine.model.shard import Shard
     from kernels.bench import current_commit
 
-    config, shard = load_config(args.model), Shard.parse(args.shard)
-    device = torch.device(args.device)
-    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else platform.processor() or "CPU"
-    paths = _weight_files(args.model)
-    read_bytes, disk = _read_only(args, config, shard, paths, progress)
-    copy = _copy_rate(device) if device.type == "cuda" else None
-    load = _load(args, config, shard, paths, progress)
-    bound = min(rate for rate in (disk["bytes_per_s"], copy) if rate is not None)
+    run = _Run(args, load_config(args.model), Shard.parse(args.shard), torch.device(args.device), progress, [])
+    on_gpu = run.device.type == "cuda"
+    paths = shard_paths(args.model)
+    stats, disk = _read_only(run, run.reader(), paths)
+    copy = _copy_rate(run.device) if on_gpu else None
+    load = _load(run, stats, paths)
+    warm = _load(run, stats, paths, is_cold=False) if args.warm else None
+    cache = _weight_cache(run, stats, paths, load["seconds"], copy) if args.weight_cache else None
     progress.say(f"load: {load['seconds']:.2f} s; comparing samples")
-    samples = compare_samples(args, config, shard, count=args.samples)
+    samples = compare_samples(run.parts(), args, run.config, run.shard)
     return {
         "conditions": {
             "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "commit": current_commit(),
-            "device": name,
+            "device": torch.cuda.get_device_properties(run.device).name if on_gpu else platform.processor() or "CPU",
             "torch": torch.__version__,
             "model": Path(args.model).resolve().name,
-            "layers": config.num_hidden_layers,
+            "layers": run.config.num_hidden_layers,
             "shard": args.shard or "0/1",
             "dtype": args.dtype,
             "files": len(paths),
             "file_bytes": sum(path.stat().st_size for path in paths),
         },
-        "read_bytes": read_bytes,
+        "read_bytes": stats.read_bytes,
         "disk": disk,
         "copy_bytes_per_s": copy,
-        "load": load | {"bytes_per_s": read_bytes / load["seconds"]},
-        "of_bound": read_bytes / load["seconds"] / bound,
+        "load": load,
+        "of_bound": _of_bound(load, disk, copy),
         "peak_over_in_flight": None if copy is None else load["peak_bytes"] / load["in_flight_bytes"],
+        "warm": warm,
+        "cache": cache,
         "samples": samples,
     }
 
 
-def _loader(args: argparse.Namespace, config: DeepSeekV4Config, shard: Shard, say: Any) -> Any:
-    import torch
-
-    from engine.model.moe import keeps_packed
-    from engine.model.weights import WeightLoader
-    from engine.runner import DTYPES
-
-    device = torch.device(args.device)
-    return WeightLoader(
-        args.model, config, dtype=DTYPES[args.dtype], device=device, keeps_packed=keeps_packed(device), shard=shard,
-        progress=say,
-    )  # fmt: skip
+def _of_bound(load: dict[str, Any], disk: dict[str, Any], copy: float | None) -> float:
+    bound = min(rate for rate in (disk["bytes_per_s"], copy) if rate is not None)
+    return float(load["bytes_per_s"] / bound)
 
 
-def _read_only(
-    args: argparse.Namespace, config: DeepSeekV4Config, shard: Shard, paths: list[Path], progress: Progress
-) -> tuple[int, dict[str, Any]]:
+def _read_only(run: _Run, reader: PartReader, paths: list[Path]) -> tuple[LoadStats, dict[str, Any]]:
     """Return how many bytes this rank reads, and how fast they come when nothing is made of them."""
     cached = drop_cache(paths)
-    reader = _loader(args, config, shard, lambda text: None).reader(progress.say)
     for _ in reader.parts(lambda unit, raw, tensors: None, on_device=False):
         pass
     stats = reader.stats
     rate = stats.read_bytes / stats.seconds
-    progress.say(f"disk: {rate / 1e9:.2f} GB/s, {100 * cached:.0f} % of it was cached")
-    return stats.read_bytes, {"seconds": stats.seconds, "bytes_per_s": rate, "cached": cached}
+    run.progress.say(f"disk: {rate / 1e9:.2f} GB/s, {100 * cached:.0f} % of it was cached")
+    return stats, {"seconds": stats.seconds, "bytes_per_s": rate, "cached": cached}
 
 
-def _load(
-    args: argparse.Namespace, config: DeepSeekV4Config, shard: Shard, paths: list[Path], progress: Progress
-) -> dict[str, Any]:
-    """Load and build the model as a rank does."""
+def _load(run: _Run, stats: LoadStats, paths: list[Path], *, is_cold: bool = True, cache: str = "") -> dict[str, Any]:
+    """Load and build the model as a rank does, and let go of it.
+
+    stats, paths: of what is read.   is_cold: empty the page cache of it before.   cache: as read_weights has it.
+    """
     import torch
 
     from engine.model.model import DeepSeekV4
 
-    device = torch.device(args.device)
-    cached = drop_cache(paths)
+    cached = drop_cache(paths) if is_cold else cached_share(paths)
     with _HostMemory() as memory:
         began = time.monotonic()
-        loader = _loader(args, config, shard, progress.say)
-        model = DeepSeekV4(shard.of(config), loader.parts(), index_hadamard=False, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        model = DeepSeekV4(run.shard.of(run.config), run.parts(cache), index_hadamard=False, device=run.device)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
         seconds = time.monotonic() - began
     del model
-    pinned = loader.stats.staging_bytes if device.type == "cuda" else 0
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()  # the next one begins as this one did
+    pinned = stats.staging_bytes if run.device.type == "cuda" else 0
     return {
         "seconds": seconds,
+        "bytes_per_s": stats.read_bytes / seconds,
         "cached": cached,
-        "in_flight_bytes": loader.stats.staging_bytes,
+        "in_flight_bytes": stats.staging_bytes,
         "anonymous_growth_bytes": memory.growth("RssAnon"),
         "resident_growth_bytes": memory.growth("VmRSS"),
         "peak_bytes": memory.growth("RssAnon") + pinned,
     }
 
 
-def drop_cache(paths: Iterable[Path]) -> float:
-    """Ask the page cache to forget files; return the share of some places in them that it still has."""
-    found = probes = 0
-    for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # what was not written yet is not forgotten
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            size = path.stat().st_size
-            each = max(1, _PROBES // 8)
-            for at in range(each):
-                probes += 1
-                with contextlib.suppress(OSError):  # it would have to wait: not there
-                    found += os.preadv(file.fileno(), [bytearray(1)], at * size // each, os.RWF_NOWAIT) == 1
-    return found / max(1, probes)
+def _weight_cache(
+    run: _Run, stats: LoadStats, paths: list[Path], load_seconds: float, copy: float | None
+) -> dict[str, Any]:
+    """Measure keeping the packed form, and loading from it, in a folder that is removed again.
 
+    stats, paths: of the checkpoint.   load_seconds: that it takes to load without keeping.
+    """
+    from bench.weight_samples import compare_samples
+    from engine.model.weight_cache import cache_files, cache_reader
 
-def _weight_files(folder: str) -> list[Path]:
-    from engine.model.config import shard_paths
-
-    return shard_paths(folder)
+    Path(run.args.weight_cache).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="isthmus-bench-", dir=run.args.weight_cache) as folder:
+        keeping = _load(run, stats, paths, cache=folder)
+        kept = [found for found in Path(folder).iterdir() if not found.name.startswith(".")]
+        if not kept:
+            why = next((text for text in run.said if "not kept" in text), "weights: nothing was kept")
+            raise ValueError(f"--weight-cache {run.args.weight_cache}: {why}")
+        files = cache_files(kept[0])
+        from_cache, disk = _read_only(
+            run, cache_reader(files, run.device, run.progress.say), list(files.paths.values())
+        )
+        load = _load(run, from_cache, list(files.paths.values()), cache=folder)
+        extra = keeping["seconds"] - load_seconds
+        return {
+            "written_bytes": files.num_bytes,
+            "keeping": keeping,
+            "extra_seconds": extra,
+            "read_bytes": from_cache.read_bytes,
+            "disk": disk,
+            "load": load,
+            "of_bound": _of_bound(load, disk, copy),
+            "samples": compare_samples(run.parts(folder), run.args, run.config, run.shard),
+        }
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -231,7 +282,7 @@ class _HostMemory:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table."""
-    conditions, load, disk, samples = (report[name] for name in ("conditions", "load", "disk", "samples"))
+    conditions, load, cache = report["conditions"], report["load"], report["cache"]
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
@@ -241,21 +292,38 @@ def show(report: dict[str, Any]) -> None:
     table = Table(box=None, header_style="bold")
     for head in ("", "GB", "s", "GB/s", "cached"):
         table.add_column(head, justify="left" if not head else "right")
-    size = report["read_bytes"] / 1e9
+
+    def add(what: str, size: int, run: dict[str, Any]) -> None:
+        table.add_row(what, number(size / 1e9, 2), number(run["seconds"], 2), number(run["bytes_per_s"] / 1e9, 2),
+                      f"{100 * run['cached']:.0f}%")  # fmt: skip
+
     copy, ratio = report["copy_bytes_per_s"], report["peak_over_in_flight"]
-    table.add_row("disk", number(size, 2), *(number(disk["seconds"], 2), number(disk["bytes_per_s"] / 1e9, 2)),
-                  f"{100 * disk['cached']:.0f}%")  # fmt: skip
+    add("disk", report["read_bytes"], report["disk"])
     table.add_row("copy", "", "", number(None if copy is None else copy / 1e9, 2), "")
-    table.add_row("load", number(size, 2), number(load["seconds"], 2), number(load["bytes_per_s"] / 1e9, 2),
-                  f"{100 * load['cached']:.0f}%")  # fmt: skip
+    add("load", report["read_bytes"], load)
+    if report["warm"]:
+        add("load, page cache warm", report["read_bytes"], report["warm"])
+    if cache:
+        add("load, writing the weight cache", report["read_bytes"], cache["keeping"])
+        add("disk, weight cache", cache["read_bytes"], cache["disk"])
+        add("load from the weight cache", cache["read_bytes"], cache["load"])
     console.print(table)
     console.print(
         f"of bound {100 * report['of_bound']:.0f}%; in flight {load['in_flight_bytes'] / 1e6:,.0f} MB, "
         f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({'with the model' if ratio is None else f'{ratio:.2f} x'}); "
-        f"{samples['compared']} samples, {samples['values']:,} values, {len(samples['faults'])} differ"
+        f"{_told(report['samples'])}"
     )
-    for fault in samples["faults"][:20]:
+    if cache:
+        console.print(
+            f"weight cache: {cache['written_bytes'] / 1e9:.2f} GB written in {cache['extra_seconds']:.2f} s more; "
+            f"of bound {100 * cache['of_bound']:.0f}%; {_told(cache['samples'])}"
+        )
+    for fault in (report["samples"]["faults"] + (cache["samples"]["faults"] if cache else []))[:20]:
         console.print(f"  {fault}", markup=False)
+
+
+def _told(samples: dict[str, Any]) -> str:
+    return f"{samples['compared']} samples, {samples['values']:,} values, {len(samples['faults'])} differ"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -267,6 +335,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="(%(default)s)")
     parser.add_argument("--shard", default="", metavar="I/N", help="the part of rank I of N; default: all of it")
     parser.add_argument("--samples", type=int, default=50, help="matrices to compare with the files (%(default)s)")
+    parser.add_argument("--warm", action="store_true", help="load once more with the page cache as it is then")
+    parser.add_argument(
+        "--weight-cache", default="", metavar="DIR", help="measure a cache of packed weights on this disk"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser

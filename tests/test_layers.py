@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench.all_reduce": ("bench", "engine", "kernels"),
     "bench.prefill": ("bench", "engine"),
     "bench.weights": ("bench", "engine", "kernels"),
-    "bench.weight_samples": ("bench.weights", "engine", "kernels"),
+    "bench.weight_samples": ("engine", "kernels"),
     "bench.step_flags": ("engine.flags",),
     "bench.step_plot": ("bench", "engine.flags"),
     "bench.step_projection": ("bench", "engine"),

@@ -117,10 +117,9 @@ class WeightCache:
             return None
         try:
             manifest = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
-            paths = sorted(self.folder.glob("*.safetensors"))
-            if manifest != self._key | {"files": _digests(paths)}:
+            files = cache_files(self.folder)
+            if manifest != self._key | {"files": _digests(files.paths.values())}:
                 raise ValueError(f"{_MANIFEST} is of another checkpoint or part, or of other files")
-            files = read_files(self.folder, paths)
             if files.problems:
                 raise ValueError(files.problems[0])
         except (OSError, ValueError) as problem:
@@ -175,8 +174,7 @@ class WeightCache:
                 raise
 
     def _parts(self, files: ShardFiles) -> Iterator[WeightPart]:
-        units = [unit for name, stored in files.tensors.items() for unit in _units(name, stored)]
-        reader = PartReader(units, files.paths, device=self._device, say=self._say)
+        reader = cache_reader(files, self._device, self._say)
 
         def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
             name, to = unit.key
@@ -193,6 +191,17 @@ class WeightCache:
         except OSError as problem:
             raise WeightsError(f"{self.folder}: can't be read, delete it: {problem}") from None
         self._say(f"weights: {reader.stats.read_bytes / 1e9:.3f} GB read in {reader.stats.seconds:.1f} s")
+
+
+def cache_files(folder: Path) -> ShardFiles:
+    """Return the files of one rank's tensors."""
+    return read_files(folder, sorted(folder.glob("*.safetensors")))
+
+
+def cache_reader(files: ShardFiles, device: torch.device, say: Say) -> PartReader:
+    """Return what reads all of the files, with units as `_units` has them."""
+    units = [unit for name, stored in files.tensors.items() for unit in _units(name, stored)]
+    return PartReader(units, files.paths, device=device, say=say)
 
 
 def _stamp(folder: str | Path) -> str:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+import engine.model.weight_cache as weight_cache
 import engine.model.weights as weights
-from bench.weights import drop_cache, main
+from bench.page_cache import cached_share, drop_cache
+from bench.weights import main
 
 TINY = Path(__file__).resolve().parent.parent / "oracle/tiny"
 
@@ -42,13 +43,51 @@ def test_values_that_are_not_the_files_are_named(tmp_path, monkeypatch, capsys):
     assert "embed.weight: off by" in capsys.readouterr().out
 
 
+def test_a_warm_page_cache_and_a_weight_cache_are_measured_too_and_nothing_stays(tmp_path, capsys):
+    disk = tmp_path / "disk"
+    code, report = run(tmp_path, "--warm", "--weight-cache", str(disk), "--samples", "30")
+    warm, cache = report["warm"], report["cache"]
+    assert code == 0
+    assert warm["bytes_per_s"] == pytest.approx(report["read_bytes"] / warm["seconds"])
+    assert cache["extra_seconds"] == pytest.approx(cache["keeping"]["seconds"] - report["load"]["seconds"])
+    assert cache["read_bytes"] >= cache["written_bytes"] > 0
+    rate = cache["read_bytes"] / cache["load"]["seconds"]
+    assert cache["of_bound"] == pytest.approx(rate / cache["disk"]["bytes_per_s"])
+    assert (cache["samples"]["compared"], cache["samples"]["faults"]) == (30, [])
+    assert list(disk.iterdir()) == []
+    table = capsys.readouterr().out
+    assert all(row in table for row in ("load, page cache warm", "load from the weight cache", "weight cache: "))
+
+
+def test_what_is_wrong_in_the_weight_cache_is_named_and_what_can_not_be_kept_is_said(tmp_path, monkeypatch, capsys):
+    write = weight_cache._write_part
+
+    def write_wrong(folder, part, tensors):
+        write(
+            folder, part, {name: tensor * 2 if name == "embed.weight" else tensor for name, tensor in tensors.items()}
+        )
+
+    monkeypatch.setattr(weight_cache, "_write_part", write_wrong)
+    code, report = run(tmp_path, "--weight-cache", str(tmp_path), "--samples", "1000")
+    assert (code, report["samples"]["faults"]) == (1, [])
+    assert report["cache"]["samples"]["faults"][0].startswith("embed.weight: off by")
+
+    def fail(folder, part, tensors):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_cache, "_write_part", fail)
+    assert main(["--model", str(TINY), "--weight-cache", str(tmp_path), "--quiet"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_refused_is_said_so(tmp_path, capsys):
     assert main(["--model", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
 
 
-def test_what_the_page_cache_still_has_of_a_file_is_told(tmp_path):
+def test_what_the_page_cache_has_of_a_file_is_told(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
-    assert 0 <= drop_cache([path]) <= 1
-    assert torch.equal(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8), torch.zeros(1 << 20).byte())
+    dropped = drop_cache([path])
+    assert path.read_bytes() == bytes(1 << 20)
+    assert 0 <= dropped <= cached_share([path]) <= 1
