@@ -133,28 +133,26 @@ def _prefill(runner: Any, plan: Any, seconds: float) -> tuple[int, int, list[Any
     from router.protocol import SamplingParams
 
     config, draw = plan.config, random.Random(0)
-    blocks, most = list(range(plan.num_blocks)), config.max_num_batched_tokens
+    blocks, most, number = list(range(plan.num_blocks)), config.max_num_batched_tokens, config.max_num_seqs
     sampling = SamplingParams(max_tokens=1, temperature=0.8, seed=1)
     failed: list[Any] = []
     steps, furthest, ends = 0, 0, time.monotonic() + seconds
-    while time.monotonic() < ends:
-        count = draw.choice([1, 1, config.max_num_seqs])
-        lengths = [max(1, int(most ** draw.random()) // count) if draw.random() < 0.8 else most // count] * count
-        reach = len(blocks) // count * config.block_size
-        starts = [draw.randrange(max(1, min(reach, plan.max_model_len) - length)) for length in lengths]
+    # First what takes most memory: the longest chunk at the far end, and the most sequences with states to keep.
+    asked = [(1, most, plan.max_model_len - most), (number, most // number, 65536)]
+    while asked or time.monotonic() < ends:
+        count = draw.choice([1, number])
+        count, length, start = (
+            asked.pop() if asked else (count, max(1, int(most ** draw.random()) // count), draw.randrange(65536))
+        )
         seqs = range(1, count + 1)
-        own = [blocks[seq - 1 :: count] for seq in seqs]
         begun = [
-            SequenceStart(seq=seq, slot=seq - 1, block_ids=own[seq - 1], sampling=sampling, token_ids=[5])
-            for seq in seqs
+            SequenceStart(seq=s, slot=s - 1, block_ids=blocks[s - 1 :: count], sampling=sampling, token_ids=[5])
+            for s in seqs
         ]
-        made = [
-            SequenceStep(seq=seq, start=start, token_ids=[7] * length, new_block_ids=[], sample=True)
-            for seq, start, length in zip(seqs, starts, lengths, strict=True)
-        ]
+        made = [SequenceStep(seq=s, start=start, token_ids=[7] * length, new_block_ids=[], sample=True) for s in seqs]
         failed += runner.run(StepPlan(number=steps, starts=begun, steps=made)).failed
         runner.run(StepPlan(number=steps, ends=list(seqs)))
-        furthest, steps = max(furthest, *starts), steps + 1
+        furthest, steps = max(furthest, start + length), steps + 1
     return steps, furthest, failed
 
 
