@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -43,9 +42,9 @@ from engine.model.parts import WeightPart
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weight_cache import read_weights
-from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
+from engine.plan import GUIDE_FAILED, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
-from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs
+from router.protocol import ExchangeInfo, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +196,7 @@ class ModelRunner:
                 self._model,
                 self.cache,
                 sizes=graph_sizes(self.config.max_num_seqs),
-                max_blocks=self._max_blocks(),
+                max_blocks=self.max_blocks,
                 captures=captures,
                 times=self.times,
             )
@@ -225,42 +224,9 @@ class ModelRunner:
             with torch.inference_mode():
                 graphs.capture(progress)
 
-    def warm(self, progress: Callable[[str], None] | None = None) -> None:
-        """Run chunks of prompts of many lengths, at both ends of the longest: no request waits for a kernel's code.
-
-        For a prefill rank before its first request: what its cache holds is lost. Raises ConfigError if there is no
-        memory for the longest chunk.
-        """
-        if self.config.role != "prefill":
-            return
-        blocks = list(range(self._max_blocks()))
-        longest = min(len(blocks) * self.config.block_size, self.model_config.max_position_embeddings)
-        tokens = min(self.config.max_num_batched_tokens, longest)
-        while tokens:
-            began = time.monotonic()
-            for start in {0, longest - tokens}:
-                self._warm(blocks, start, tokens)
-            if progress is not None:
-                progress(f"a chunk of {tokens} tokens: {time.monotonic() - began:.1f} s")
-            tokens //= 2
-        if self.config.pool_poison:
-            self.cache.poison()
-
-    def _warm(self, blocks: list[int], start: int, tokens: int) -> None:
-        seq, vocab = 0, self.model_config.vocab_size
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        ids = [token % vocab for token in range(tokens)]
-        step = SequenceStep(seq=seq, start=start, token_ids=ids, new_block_ids=[], sample=True)
-        begin = SequenceStart(seq=seq, slot=0, block_ids=blocks, sampling=sampling)
-        outcome = self.run(StepPlan(number=0, starts=[begin], steps=[step]))
-        self.run(StepPlan(number=0, ends=[seq]))
-        if (seq, NO_MEMORY) in outcome.failed:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.config.max_num_batched_tokens}: no memory for a chunk of {tokens} "
-                f"tokens; lower it or kv_cache_memory_gib"
-            )
-
-    def _max_blocks(self) -> int:
+    @property
+    def max_blocks(self) -> int:
+        """Return the blocks of the longest sequence."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
         return min(self.cache.layout.num_blocks_for(longest), self.cache.num_blocks)
 

@@ -41,6 +41,7 @@ def measure(name: str, *, seconds: float, layers: int, device: str) -> dict[str,
     from engine.memory_plan import plan_memory
     from engine.runner import ModelRunner
     from engine.served_model import served_model
+    from engine.warm_up import warm_up
 
     config = EngineConfig(
         model="DeepSeek-V4-Flash", load_format="synthetic", simulate_rank="0/4", num_layers=layers, device=device,
@@ -54,7 +55,8 @@ def measure(name: str, *, seconds: float, layers: int, device: str) -> dict[str,
     gauge.loaded(state_bytes=runner.state_bytes)
     runner.capture(lambda text: print(f"  {text}", file=sys.stderr, flush=True))
     gauge.captured()
-    runner.warm()
+    if config.role == "prefill":
+        warm_up(runner)
     measured = gauge.measured(runner.graph_nodes)
     corrected = plan.corrected(measured)
     print(corrected.table(), flush=True)
