@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from engine.model.config import WEIGHT_INDEX, load_config
 from engine.model.weights import load_weights
 from router.__main__ import main as run_router
 
+ROOT = Path(__file__).resolve().parents[2]
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"
 EXPERT = "layers.3.ffn.experts.5.w2"
@@ -180,17 +183,30 @@ def test_a_checkpoint_that_is_whole_is_checked_planned_and_loaded(copy, capsys):
     assert len(loaded.skipped) == found["drafting"][0]["tensors"]
 
 
-def test_what_is_no_number_is_found_by_loading(copy, capsys):
+def put_nan(folder: Path) -> None:
     def change(content: bytearray, header: Any) -> None:
         begin = header["norm.weight"]["data_offsets"][0]
         content[begin : begin + 2] = b"\xc0\x7f"
 
-    edit_header(file_of(copy, "norm.weight"), lambda _: None, data=change)
+    edit_header(file_of(folder, "norm.weight"), lambda _: None, data=change)
+
+
+def test_what_is_no_number_is_found_by_loading(copy, capsys):
+    put_nan(copy)
     assert cli.main(["model", "check", str(copy)]) == 0
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"of one revision:\n  norm\.weight: 1 of 64 values"):
         load_weights(copy, load_config(copy), dtype=torch.float32)
     assert time.monotonic() - start < LIMIT_S
+
+
+def test_a_worker_that_finds_no_number_says_so_and_no_more(copy):
+    put_nan(copy)
+    command = [sys.executable, "-m", "decode_worker", "--model", str(copy), "--max-model-len", "512"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.count("norm.weight: 1 of 64 values") == 1
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_corrupt_tokenizer_is_refused_by_check_and_router(copy, capsys):
