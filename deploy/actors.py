@@ -93,11 +93,17 @@ class RankProcess:
         """Run plans until the leader says Shutdown or is gone."""
         _log_to(self._log_path)
         try:
-            from engine.rank import run_rank
+            from engine.rank import REFUSALS, run_rank
 
-            run_rank(self._config, self._run_dir, self._rank)
+            try:
+                run_rank(self._config, self._run_dir, self._rank)
+            except REFUSALS as error:
+                logging.getLogger(__name__).error("rank %d: %s", self._rank, error)
+                raise ProcessEnded(str(error)) from None
         except SystemExit as error:
             raise ProcessEnded(str(error)) from None
+        except ProcessEnded:
+            raise
         except Exception:
             logging.getLogger(__name__).exception("rank %d failed", self._rank)
             raise

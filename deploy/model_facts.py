@@ -248,7 +248,7 @@ def _raw(folder: Path) -> dict[str, Any]:
 
 def _tokenizer(folder: Path, config: DeepSeekV4Config | None) -> list[Finding]:
     path = folder / TOKENIZER_FILE
-    if not path.is_file():
+    if not path.exists():
         seen = f"no {TOKENIZER_FILE}: only prompts of token ids can be served, no text and no chat"
         return [Finding("tokenizer", "warning", seen, _SOURCE)]
     try:

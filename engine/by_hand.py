@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from engine.flags import ConfigError, add_engine_flags, engine_config, parse_flags
+from engine.leader import REFUSED
 from router.protocol import WorkerRole
 
 _EXAMPLE = """\
@@ -26,7 +27,7 @@ Every flag has an environment twin: --max-num-seqs is ISTHMUS_MAX_NUM_SEQS; the 
 
 
 def run_role(role: WorkerRole, run: Callable[..., int], argv: list[str] | None) -> int:
-    """Parse `argv` and run one group; configuration errors become one line on stderr and exit code 2."""
+    """Parse `argv` and run one group; configuration errors become one line on stderr and exit code REFUSED."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {role}_worker",
         description=f"One {role} group of an Isthmus cluster: a leader that serves HTTP to the router, and its ranks.",
@@ -43,4 +44,4 @@ def run_role(role: WorkerRole, run: Callable[..., int], argv: list[str] | None) 
             return run(config, Path(run_dir), spawn_ranks=True)
     except (ConfigError, ValueError, OSError) as e:
         print(f"{role}_worker: {e}", file=sys.stderr)
-        return 2
+        return REFUSED

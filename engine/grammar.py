@@ -166,6 +166,8 @@ class Grammars:
         try:
             from llguidance import LLTokenizer
 
+            if self._file.exists() and not self._file.is_file():  # to open a pipe is to wait for who writes into it
+                raise ValueError("it is not a regular file")
             return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=sorted(self.eos))
         except Exception as error:  # the library names no type of its own
             raise GrammarError(f"{self._file.name} of the model can't be used for guided decoding: {error}") from error

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _ROUTER_LOST_S = 5.0  # a router that lives has given up its requests here by then (worker_silence_s + worker_lost_s)
 _PR_SET_PDEATHSIG = 1
+REFUSED = 2  # exit code: a checkpoint or settings that can't be served
 _FAILED_LINGER_S = 1.0  # a failed leader stays long enough for the router to read why
 
 
@@ -155,7 +156,7 @@ class _Leader:
                 await asyncio.wrap_future(loop.call(operator.methodcaller("router_lost", router)))
         if failed.done():
             await asyncio.sleep(_FAILED_LINGER_S)
-            return 1
+            return REFUSED if loop.is_refused else 1
         failed.cancel()
         front.set_state("draining")
         deadline = time.monotonic() + self._config.drain_timeout_s

@@ -112,6 +112,7 @@ class EngineLoop(Generic[W]):
         self._followed_at: float | None = None
         self._stopping = self._has_ended = False
         self.num_steps = 0
+        self.is_refused = False  # by a rank, which would refuse again: see RankFailed
         self.profiles = Profiles(self.send)
 
     # ------------------------------------------------------------ from any thread
@@ -249,6 +250,7 @@ class EngineLoop(Generic[W]):
                 self._followers[rank] = message.reason
                 self._followed_at = self._followed_at or self._clock()
             case messages.RankFailed():
+                self.is_refused = message.is_refusal
                 raise PeerGone(f"rank {rank}: {message.reason}")  # it has logged where
             case _:
                 self.worker.on_rank_message(message)

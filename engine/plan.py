@@ -260,11 +260,13 @@ class RankFailed(PlanMessage, frozen=True, kw_only=True):
     """The rank can't go on; it ends after this.
 
     follows: it has lost the others of its group. One of them knows better why, or its death does.
+    is_refusal: it does not serve what it was given, a checkpoint or settings, and would not if it were started again.
     """
 
     rank: int
     reason: str
     follows: bool = False
+    is_refusal: bool = False
 
 
 RankMessage = RankProgress | RankReady | StepResult | PushDone | PeerLinked | Arrived | Profiled | RankFailed

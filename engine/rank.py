@@ -24,10 +24,11 @@ import msgspec
 from engine import numa_binding
 from engine import plan as messages
 from engine.config import EngineConfig
-from engine.leader import LeaderAddress
+from engine.leader import REFUSED, LeaderAddress
 from engine.logits_log import LogitsLog
 from engine.memory_plan import plan_memory
 from engine.model.config import ConfigError
+from engine.model.stored_forms import WeightsError
 from engine.ring import PeerGone, Waiter, open_rank_end
 from engine.served_model import served_model
 from kv_transfer.landing import Endpoint, encode
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REFUSALS = (ConfigError, WeightsError)
 _ATTACH_TIMEOUT_S = 60.0
 _PATIENCE_S = 3600.0
 _PULSE_S = 0.5
@@ -55,12 +57,18 @@ _NAP_S = 1e-4
 
 
 def run_rank(config: EngineConfig, run_dir: Path, rank: int) -> None:
-    """Serve until the leader says shutdown or ends. Raises what made it fail, after telling the leader."""
+    """Serve until the leader says shutdown or ends. Raises what made it fail, after telling the leader.
+
+    REFUSALS among it: these say all there is to say, without where they were raised.
+    """
     process = RankProcess(config, run_dir, rank)
     try:
         process.run()
     except PeerGone as e:
         log.info("rank %d ends: %s", rank, e)
+    except REFUSALS as e:
+        process.send(messages.RankFailed(rank=rank, reason=str(e), is_refusal=True))
+        raise
     except Exception as e:
         follows = type(e).__name__ == "ExchangeFailed"  # its module would bring torch, which may be what is missing
         process.send(messages.RankFailed(rank=rank, reason=f"{type(e).__name__}: {e}", follows=follows))
@@ -350,4 +358,9 @@ def _find_leader(run_dir: Path) -> LeaderAddress:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     folder = Path(sys.argv[1])
-    run_rank(msgspec.json.decode((folder / "config.json").read_bytes(), type=EngineConfig), folder, int(sys.argv[2]))
+    try:
+        run_rank(
+            msgspec.json.decode((folder / "config.json").read_bytes(), type=EngineConfig), folder, int(sys.argv[2])
+        )
+    except REFUSALS:
+        sys.exit(REFUSED)  # the leader has said why

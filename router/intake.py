@@ -284,8 +284,9 @@ class Intake:
 
 def _config_vocab_size(folder: Path) -> int:
     """Return vocab_size of the folder's config.json, 0 if it says none."""
+    path = folder / "config.json"
     try:
-        value = json.loads((folder / "config.json").read_text()).get("vocab_size", 0)
+        value = json.loads(path.read_text()).get("vocab_size", 0) if path.is_file() else 0
     except (OSError, ValueError, AttributeError):
         return 0
     return value if isinstance(value, int) and value > 0 else 0

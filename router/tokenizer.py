@@ -51,8 +51,10 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer | None:
         """Return the folder's tokenizer, or None if it has no tokenizer.json. Raises ValueError if that is broken."""
         path = folder / TOKENIZER_FILE
-        if not path.is_file():
+        if not path.exists():
             return None
+        if not path.is_file():
+            raise ValueError(f"{path}: is not a regular file; fetch it again, or remove it to serve token ids alone")
         try:
             return cls(_Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception for a file it can't read

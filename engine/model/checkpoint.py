@@ -8,12 +8,9 @@ from pathlib import Path
 from engine.model.config import DeepSeekV4Config
 from engine.model.expert_stacks import InnerSlice, Packing, size_problem, split_name
 from engine.model.shard_files import ShardFiles, StoredTensor, read_headers
+from engine.model.stored_forms import WeightsError as WeightsError
 from engine.model.stored_forms import beside, check_forms, four_bits_of, listed
 from engine.model.tensor_specs import TensorSpec
-
-
-class WeightsError(ValueError):
-    """The checkpoint does not hold what the config promises. The text lists the tensors."""
 
 
 def open_checkpoint(folder: Path, specs: Mapping[str, TensorSpec], config: DeepSeekV4Config) -> ShardFiles:

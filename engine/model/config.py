@@ -182,6 +182,8 @@ def shard_paths(folder: str | Path) -> list[Path]:
 def _why_no_file(path: Path) -> str:
     if os.path.isdir(path):
         return " (a folder is in its place)"
+    if os.path.exists(path):
+        return " (what is in its place is not a regular file)"
     return f" (a link to {path.readlink()}, which leads to no file)" if os.path.islink(path) else ""
 
 
@@ -225,6 +227,8 @@ def model_fingerprint(folder: str | Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # to open a pipe is to wait for who writes into it
+        raise ConfigError(f"{path}: is not a regular file; fetch it again")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

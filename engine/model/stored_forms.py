@@ -32,6 +32,10 @@ _SHOWN = 20
 _AGAIN = "export the checkpoint again, or take a published one"
 
 
+class WeightsError(ValueError):
+    """The checkpoint does not hold what the config promises. The text lists the tensors."""
+
+
 class _Part(NamedTuple):
     """A tensor beside a quantised weight: the types and shapes in which it may be stored."""
 

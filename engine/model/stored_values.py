@@ -2,12 +2,14 @@
 
 `raw` has tensors as a file has them, by name, those beside a quantised matrix too (lots.py). What is no number, or has
 a scale that can't be one, is UnusableTensor: zero, negative or subnormal scales are holes of an export, and 1/scale
-would overflow somewhere later. An NVFP4 checkpoint may have an `.input_scale` (F32) for each matrix, for kernels that
+would overflow somewhere later. So is a value beyond the greatest of `dtype`, in which it will be used: it would become
+infinite. An NVFP4 checkpoint may have an `.input_scale` (F32) for each matrix, for kernels that
 round activations to four bits. Ours don't and never use it, but an export that has some that are no scales is broken.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,9 +27,10 @@ Raw = Mapping[str, Tensor]
 Part = tuple[slice, slice]
 
 _AGAIN = "export the checkpoint again, or take a published one"
+_NO_NUMBERS = "are NaN or infinite, or have an unusable scale"
 _FLOAT32 = torch.finfo(torch.float32)
 _E4M3_NAN = 0x7F  # of its seven bits without the sign
-# Up to here float32 holds every value, whatever the codes: 6 x 2^(byte - 127), and 6 x 448 x the factor.
+# Up to here float32 and bfloat16 hold every value, whatever the codes: 6 x 2^(byte - 127), and 6 x 448 x the factor.
 _MXFP4_SOUND, _FACTOR_SOUND = 250, 2.0**100
 
 
@@ -35,13 +38,21 @@ class UnusableTensor(Exception):
     """A tensor whose values can't be served. The text names it and says what is wrong and what to do."""
 
 
-def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> Tensor:
-    """Return a tensor dequantised to float32, or as int64 ids. Raises UnusableTensor."""
+class LostValues(UnusableTensor):
+    """`lost` of the `values` of a tensor are no numbers, or not in the dtype they would be used in: why says which."""
+
+    def __init__(self, name: str, lost: int, values: int, why: str = _NO_NUMBERS) -> None:
+        super().__init__(f"{name}: {lost} of {values} values {why}")
+        self.name, self.lost, self.values, self.why = name, lost, values, why
+
+
+def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config, dtype: torch.dtype) -> Tensor:
+    """Return a tensor, or some rows of it, dequantised to float32, or as int64 ids. Raises UnusableTensor."""
     tensor = raw[name]
     if spec.kind == "ids":
         return _checked_ids(name, tensor.to(torch.int64), config)
     if beside(name, "weight_scale") in raw:
-        return read_four_bits(name, "nvfp4", raw, (slice(None), slice(None))).dequantize()
+        return read_four_bits(name, "nvfp4", raw, (slice(None), slice(None)), dtype).dequantize()
     scale = raw.get(beside(name, "scale"))
     if scale is None:
         values = tensor.float()
@@ -49,18 +60,18 @@ def read_values(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config)
         values = dequantize_block_fp8(tensor, _checked_scale(scale), config.weight_block_size)
     else:
         values = dequantize_e2m1(tensor, _checked_scale(scale), GROUP["mxfp4"])
-    bad = int((~values.isfinite()).sum())
-    if bad:
-        raise UnusableTensor(_not_finite(name, bad, values.numel()))
+    _check_range(name, values, math.prod(spec.shape), dtype)
     return values
 
 
-def read_e4m3(name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config) -> tuple[Tensor, Tensor]:
+def read_e4m3(
+    name: str, spec: TensorSpec, raw: Raw, config: DeepSeekV4Config, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return e4m3 codes as they are and float32 scales, one for each tile. Raises UnusableTensor."""
     codes, scale = raw[name], _checked_scale(raw[beside(name, "scale")])
-    is_fine = bool((scale <= _FLOAT32.max / torch.finfo(codes.dtype).max).all())  # false for NaN
+    is_fine = bool((scale <= torch.finfo(dtype).max / torch.finfo(codes.dtype).max).all())  # false for NaN
     if not is_fine or bool((codes.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN).any()):
-        read_values(name, spec, raw, config)  # names what is wrong, if it is
+        read_values(name, spec, raw, config, dtype)  # names what is wrong, if it is
     return codes, scale
 
 
@@ -91,7 +102,7 @@ def read_sound_four_bits(names: Sequence[str], format: Format, raw: Raw, part: P
     return FourBits(codes, scales, [float(raw[beside(name, "weight_scale_2")]) for name in names])
 
 
-def read_four_bits(name: str, format: Format, raw: Raw, part: Part) -> FourBitMatrix:
+def read_four_bits(name: str, format: Format, raw: Raw, part: Part, dtype: torch.dtype) -> FourBitMatrix:
     """Return some rows and columns of a matrix as its codes, columns cut at groups. Raises UnusableTensor.
 
     raw: the codes of these rows, all scales.   part: rows and columns, of the whole matrix.
@@ -101,8 +112,8 @@ def read_four_bits(name: str, format: Format, raw: Raw, part: Part) -> FourBitMa
     if format == "mxfp4":  # the smallest byte is subnormal, the largest NaN
         bad, top = torch.stack([((scales == 0) | (scales == 255)).sum(), scales.max()]).tolist()  # one wait for a GPU
         if bad:
-            raise UnusableTensor(_not_finite(name, bad * GROUP[format], 2 * codes.numel()))
-        return _finite(name, FourBitMatrix(format, codes, scales), E2M1_MAX * 2.0 ** (top - 127))
+            raise LostValues(name, bad * GROUP[format], 2 * codes.numel())
+        return _within(dtype, name, FourBitMatrix(format, codes, scales), E2M1_MAX * 2.0 ** (top - 127))
     low = scales & _E4M3_NAN
     found = [((low == _E4M3_NAN) | (scales > 0x80)).sum(), low.max(), (codes & 0x77 != 0).any()]
     bad, top, has_values = torch.stack([each.long() for each in found]).tolist()
@@ -115,7 +126,7 @@ def read_four_bits(name: str, format: Format, raw: Raw, part: Part) -> FourBitMa
         _factor(beside(name, "input_scale"), raw)
     factor = _factor(beside(name, "weight_scale_2"), raw)
     largest = float(torch.tensor(top, dtype=torch.uint8).view(torch.float8_e4m3fn))
-    return _finite(name, FourBitMatrix(format, codes, scales, factor), E2M1_MAX * largest * factor)
+    return _within(dtype, name, FourBitMatrix(format, codes, scales, factor), E2M1_MAX * largest * factor)
 
 
 def _cut(name: str, format: Format, raw: Raw, part: Part) -> tuple[Tensor, Tensor]:
@@ -158,14 +169,21 @@ def _factor(name: str, raw: Raw) -> float:
     )
 
 
-def _finite(name: str, matrix: FourBitMatrix, bound: float) -> FourBitMatrix:
-    """Return the matrix, none of whose values exceeds bound. Raises UnusableTensor if float32 does not hold them."""
-    if bound > _FLOAT32.max:
-        bad = int((~matrix.dequantize().isfinite()).sum())
-        if bad:
-            raise UnusableTensor(_not_finite(name, bad, 2 * matrix.codes.numel()))
+def _within(dtype: torch.dtype, name: str, matrix: FourBitMatrix, bound: float) -> FourBitMatrix:
+    """Return the matrix, none of whose values exceeds bound. Raises LostValues if dtype does not hold them."""
+    if bound > torch.finfo(dtype).max:
+        _check_range(name, matrix.dequantize(), 2 * matrix.codes.numel(), dtype)
     return matrix
 
 
-def _not_finite(name: str, bad: int, values: int) -> str:
-    return f"{name}: {bad} of {values} values are NaN or infinite, or have an unusable scale"
+def _check_range(name: str, values: Tensor, count: int, dtype: torch.dtype) -> None:
+    """Raise LostValues if some of the float32 values are no numbers, or are not in dtype.   count: of all."""
+    greatest = torch.finfo(dtype).max
+    if bool((values.abs() <= greatest).all()):  # false for NaN
+        return
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        raise LostValues(name, bad, count)
+    beyond = int((values.abs() > greatest).sum())
+    short = str(dtype).removeprefix("torch.")
+    raise LostValues(name, beyond, count, f"are beyond the greatest of {short}, {greatest:.4g}; {_AGAIN}")

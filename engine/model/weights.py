@@ -32,7 +32,14 @@ from engine.model.lots import LARGE_BYTES, LOT_BYTES, Piece, Unit, place_of
 from engine.model.parts import LoadStats, PartReader, Tensors, WeightPart, layer_of
 from engine.model.shard import TILE, Shard, cut_shape, tiles_of
 from engine.model.stored_forms import DRAFT, FLOATS, GROUP, beside, four_bits_of, names_with
-from engine.model.stored_values import UnusableTensor, read_e4m3, read_four_bits, read_sound_four_bits, read_values
+from engine.model.stored_values import (
+    LostValues,
+    UnusableTensor,
+    read_e4m3,
+    read_four_bits,
+    read_sound_four_bits,
+    read_values,
+)
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
 
@@ -125,7 +132,7 @@ class WeightLoader:
         self._experts = ExpertStacks(config, self._inner, kept, dtype=dtype, device=self._device, held=self._held)
         self.skipped = tuple(sorted(name for name in self._stored if name.startswith(DRAFT)))
         self.stats = LoadStats(0, 0.0, 0)
-        self._problems = list[str]()
+        self._problems = dict[str, UnusableTensor]()
 
     @property
     def packed(self) -> dict[str, Format]:
@@ -142,7 +149,7 @@ class WeightLoader:
         parts comes, but others may have come before.
         """
         reader, num_bytes = self.reader(self._say), 0
-        problems = self._problems = []
+        problems = self._problems = {}
         try:
             for part, tensors in reader.parts(self._take):
                 tensors |= self._experts.take(part)
@@ -151,7 +158,7 @@ class WeightLoader:
                     yield part, tensors
         except OSError as error:
             raise WeightsError(f"{self._files.folder}: can't be read: {error}") from None
-        refuse(self._files.folder, problems)
+        refuse(self._files.folder, [str(problem) for problem in problems.values()])
         self.stats = reader.stats
         self._tell(num_bytes)
 
@@ -240,8 +247,13 @@ class WeightLoader:
     def _noted(self, take: Callable[..., None], *args: Any) -> None:
         try:
             take(*args)
+        except LostValues as found:  # of a matrix whose rows come in several units, all are one problem
+            key = f"{found.name} {found.why}"
+            before = self._problems.get(key)
+            lost = found.lost + (before.lost if isinstance(before, LostValues) else 0)
+            self._problems[key] = LostValues(found.name, lost, found.values, found.why)
         except UnusableTensor as problem:
-            self._problems.append(str(problem))
+            self._problems[str(problem)] = problem
 
     def _took_together(self, some: _Experts, which: str, matrices: tuple[str, ...], raw: Tensors) -> bool:
         """Pack matrices of several experts at once; False: they need to be looked at one by one."""
@@ -265,9 +277,9 @@ class WeightLoader:
         assert place is not None
         part, format = self._inner.within(place[2]), four_bits_of(self._stored, name)
         if format is not None and self._reads_four_bits(name):
-            self._experts.put(name, read_four_bits(name, format, raw, part))
+            self._experts.put(name, read_four_bits(name, format, raw, part, self._dtype))
         else:
-            self._experts.put(name, read_values(name, self._specs[name], raw, self._config)[part])
+            self._experts.put(name, read_values(name, self._specs[name], raw, self._config, self._dtype)[part])
 
     def _take_matrix(self, name: str, raw: Tensors, tensors: Tensors) -> None:
         spec = self._specs[name]
@@ -276,18 +288,19 @@ class WeightLoader:
         keeps = self._keeps_packed and self._stored[name].dtype == "F8_E4M3" and has_tiles
         tiles = tiles_of(part, spec.shape) if keeps else None
         if tiles is not None:
-            codes, scale = read_e4m3(name, spec, raw, self._config)
+            codes, scale = read_e4m3(name, spec, raw, self._config, self._dtype)
             tensors[name], tensors[scale_name(name)] = codes[part].clone(), scale[tiles].contiguous()
             return
-        values = read_values(name, spec, raw, self._config)[part]
-        tensors[name] = values.to(self._device, self._dtype_of(name), copy=True).contiguous()
+        dtype = self._dtype_of(name)
+        values = read_values(name, spec, raw, self._config, dtype)[part]
+        tensors[name] = values.to(self._device, dtype, copy=True).contiguous()
 
     def _take_rows(self, name: str, to: slice, raw: Tensors, tensors: Tensors) -> None:
         spec = self._specs[name]
-        part = self._shard.cut(name, spec.shape)
+        part, dtype = self._shard.cut(name, spec.shape), self._dtype_of(name)
         if name not in tensors:
-            tensors[name] = torch.empty(cut_shape(spec.shape, part), dtype=self._dtype_of(name), device=self._device)
-        tensors[name][to] = read_values(name, spec, raw, self._config)[:, part[1]]
+            tensors[name] = torch.empty(cut_shape(spec.shape, part), dtype=dtype, device=self._device)
+        tensors[name][to] = read_values(name, spec, raw, self._config, dtype)[:, part[1]]
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor which is not kept as it is stored is used in."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from engine.model.config import WEIGHT_INDEX, load_config
 from engine.model.weights import load_weights
 from router.__main__ import main as run_router
 
+ROOT = Path(__file__).resolve().parents[2]
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"
 EXPERT = "layers.3.ffn.experts.5.w2"
@@ -41,7 +46,12 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+    """A copy to be damaged; who waits for what never comes from it is woken."""
+    woken = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"took more than {LIMIT_S:g} s"))
+    signal.setitimer(signal.ITIMER_REAL, 4 * LIMIT_S)
+    yield Path(shutil.copytree(whole, tmp_path / "model"))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, woken)
 
 
 def edit_json(path: Path, change: Any) -> None:
@@ -124,6 +134,19 @@ def make_folder(folder: Path) -> None:
     (folder / SECOND).mkdir()
 
 
+def replace_by_pipe(name: str) -> Any:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def be_device(folder: Path) -> None:
+    (folder / FIRST).unlink()
+    (folder / FIRST).symlink_to("/dev/zero")
+
+
 def be_another(folder: Path) -> None:
     edit_json(folder / "config.json", lambda raw: raw.update(model_type="llama", architectures=["LlamaForCausalLM"]))
 
@@ -146,6 +169,10 @@ DAMAGES = {
     "duplicate name": (name_twice, rf"tid2eid: stored in both {FIRST} and {SECOND}", "fetch both again"),
     "symlink loop": (make_loop, rf"lacks {SECOND} \(a link to .*leads to no file", "fetch what is missing"),
     "unreadable file": (make_folder, rf"lacks {SECOND} \(a folder is in its place\)", "fetch what is missing"),
+    "config.json a pipe": (replace_by_pipe("config.json"), r"config\.json: is not a regular file", "fetch it again"),
+    "index a pipe": (replace_by_pipe(WEIGHT_INDEX), r"index\.json: is not a regular file", "fetch it again"),
+    "shard a pipe": (replace_by_pipe(SECOND), rf"lacks {SECOND} \(.* not a regular file\)", "fetch what is missing"),
+    "shard a device": (be_device, rf"lacks {FIRST} \(.* not a regular file\)", "fetch what is missing"),
     "wrong architecture": (be_another, r"model_type 'llama'.*wanted 'deepseek_v4'", "serve a DeepSeek-V4 checkpoint"),
     "vision model": (see, r"vision_config: a vision model", "serve DeepSeek-V4-Flash or -0731"),
 }
@@ -180,12 +207,16 @@ def test_a_checkpoint_that_is_whole_is_checked_planned_and_loaded(copy, capsys):
     assert len(loaded.skipped) == found["drafting"][0]["tensors"]
 
 
-def test_what_is_no_number_is_found_by_loading(copy, capsys):
+def put_nan(folder: Path) -> None:
     def change(content: bytearray, header: Any) -> None:
         begin = header["norm.weight"]["data_offsets"][0]
         content[begin : begin + 2] = b"\xc0\x7f"
 
-    edit_header(file_of(copy, "norm.weight"), lambda _: None, data=change)
+    edit_header(file_of(folder, "norm.weight"), lambda _: None, data=change)
+
+
+def test_what_is_no_number_is_found_by_loading(copy, capsys):
+    put_nan(copy)
     assert cli.main(["model", "check", str(copy)]) == 0
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"of one revision:\n  norm\.weight: 1 of 64 values"):
@@ -193,17 +224,35 @@ def test_what_is_no_number_is_found_by_loading(copy, capsys):
     assert time.monotonic() - start < LIMIT_S
 
 
-def test_a_corrupt_tokenizer_is_refused_by_check_and_router(copy, capsys):
-    (copy / "tokenizer.json").write_text('{"version": ')
+def test_a_worker_that_finds_no_number_says_so_and_no_more(copy):
+    put_nan(copy)
+    command = [sys.executable, "-m", "decode_worker", "--model", str(copy), "--max-model-len", "512"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.count("norm.weight: 1 of 64 values") == 1
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: path.write_text('{"version": '), "not a tokenizer"),
+        (os.mkfifo, "is not a regular file"),
+        (os.mkdir, "is not a regular file"),
+    ],
+    ids=["corrupt", "a pipe", "a folder"],
+)
+def test_a_tokenizer_that_can_not_be_read_is_refused_by_check_and_router(copy, capsys, damage, named):
+    damage(copy / "tokenizer.json")
     assert cli.main(["model", "check", str(copy), "--json"]) == 1
     (problem,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["level"] == "problem"]
-    assert "tokenizer.json: not a tokenizer" in problem["seen"]
+    assert f"tokenizer.json: {named}" in problem["seen"]
     assert "fetch it again" in problem["remedy"]
     start = time.monotonic()
     workers = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:10"]
     assert run_router(["--model", str(copy), "--port", "0", *workers]) == 1
     assert time.monotonic() - start < LIMIT_S
-    assert "tokenizer.json: not a tokenizer" in capsys.readouterr().err
+    assert f"tokenizer.json: {named}" in capsys.readouterr().err
 
 
 def test_a_missing_tokenizer_and_a_file_without_index_are_reported_not_refused(tmp_path, capsys):

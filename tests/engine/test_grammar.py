@@ -252,6 +252,13 @@ def test_a_model_folder_without_a_tokenizer_fails_the_guided_only(tmp_path):
         state.mask()
 
 
+def test_a_tokenizer_that_is_no_file_is_not_waited_for(tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
+    state = Grammars(tmp_path / "tokenizer.json", 20, (1,)).start(regex("a"), [])
+    with pytest.raises(GrammarError, match="is not a regular file"):
+        state.mask()
+
+
 def test_many_threads_may_start_the_same_grammar(small):
     guide = schema({"type": "array", "items": {"type": "integer"}})
     states = [small.grammars.start(guide, small.ids("[1")) for _ in range(50)]
