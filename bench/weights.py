@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.model.shard import Shard
 
 _COPY_BYTES, _COPIES = 64 << 20, 32
+_FIRST_LAYERS = 4  # of each kind at least one
 
 _EXAMPLES = """\
 examples
@@ -47,8 +48,10 @@ what is measured
               and load as above. The folder is removed at the end; it takes as much as the weights take of the GPU
   in flight   staging buffers: all of the checkpoint that is ever in host memory
   peak        what host memory grew by at most while it loaded: anonymous memory of the process, looked at a hundred
-              times a second, and staging where that is pinned, of which anonymous memory has nothing. (What is mapped
-              from files when first used, such as CUDA's kernels, is not the checkpoint's.) On a CPU the model is in it
+              times a second, and staging where that is pinned, of which anonymous memory has nothing. On a CPU the
+              model is in it
+  once        what the first layers, loaded before, left with the process: on a GPU the code of kernels, which CUDA
+              loads when they first run and keeps; the same for checkpoints of all sizes
   samples     matrices of the loaded model whose values were compared with the files, read and dequantised another way
 """
 
@@ -122,6 +125,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     paths = shard_paths(args.model)
     stats, disk = _read_only(run, run.reader(), paths)
     copy = _copy_rate(run.device) if on_gpu else None
+    once = _load_first_layers(run)
     load = _load(run, stats, paths)
     warm = _load(run, stats, paths, is_cold=False) if args.warm else None
     cache = _weight_cache(run, stats, paths, load["seconds"], copy) if args.weight_cache else None
@@ -146,6 +150,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "load": load,
         "of_bound": _of_bound(load, disk, copy),
         "peak_over_in_flight": None if copy is None else load["peak_bytes"] / load["in_flight_bytes"],
+        "once_bytes": once,
         "warm": warm,
         "cache": cache,
         "samples": samples,
@@ -168,26 +173,40 @@ def _read_only(run: _Run, reader: PartReader, paths: list[Path]) -> tuple[LoadSt
     return stats, {"seconds": stats.seconds, "bytes_per_s": rate, "cached": cached}
 
 
-def _load(run: _Run, stats: LoadStats, paths: list[Path], *, is_cold: bool = True, cache: str = "") -> dict[str, Any]:
-    """Load and build the model as a rank does, and let go of it.
+def _load_first_layers(run: _Run) -> int:
+    """Load a layer of each kind and let go of it; return the bytes of anonymous memory that the process keeps."""
+    few = run._replace(config=run.config.first_layers(min(_FIRST_LAYERS, run.config.num_hidden_layers)))
+    with _HostMemory() as memory:
+        _build(few, "")
+    return memory.growth("RssAnon")
 
-    stats, paths: of what is read.   is_cold: empty the page cache of it before.   cache: as read_weights has it.
-    """
+
+def _build(run: _Run, cache: str) -> float:
+    """Load and build the model as a rank does, and let go of it; return seconds until it could run."""
     import torch
 
     from engine.model.model import DeepSeekV4
 
-    cached = drop_cache(paths) if is_cold else cached_share(paths)
-    with _HostMemory() as memory:
-        began = time.monotonic()
-        model = DeepSeekV4(run.shard.of(run.config), run.parts(cache), index_hadamard=False, device=run.device)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        seconds = time.monotonic() - began
+    began = time.monotonic()
+    model = DeepSeekV4(run.shard.of(run.config), run.parts(cache), index_hadamard=False, device=run.device)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+    seconds = time.monotonic() - began
     del model
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()  # the next one begins as this one did
+    return seconds
+
+
+def _load(run: _Run, stats: LoadStats, paths: list[Path], *, is_cold: bool = True, cache: str = "") -> dict[str, Any]:
+    """Load the model; return seconds, bytes a second and memory.
+
+    stats, paths: of what is read.   is_cold: empty the page cache of it before.   cache: as read_weights has it.
+    """
+    cached = drop_cache(paths) if is_cold else cached_share(paths)
+    with _HostMemory() as memory:
+        seconds = _build(run, cache)
     pinned = stats.staging_bytes if run.device.type == "cuda" else 0
     return {
         "seconds": seconds,
@@ -310,7 +329,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"of bound {100 * report['of_bound']:.0f}%; in flight {load['in_flight_bytes'] / 1e6:,.0f} MB, "
-        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({'with the model' if ratio is None else f'{ratio:.2f} x'}); "
+        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({'with the model' if ratio is None else f'{ratio:.2f} x'}), "
+        f"once {report['once_bytes'] / 1e6:,.0f} MB; "
         f"{_told(report['samples'])}"
     )
     if cache:
