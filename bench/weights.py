@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import platform
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from engine.model.shard import Shard
 
 _COPY_BYTES, _COPIES = 64 << 20, 32
-_FIRST_LAYERS = 4  # of each kind at least one
+_FIRST_LAYERS = 5  # or four, and what is of no layer: of each kind at least one
 
 _EXAMPLES = """\
 examples
@@ -83,7 +85,7 @@ class _Run(NamedTuple):
     progress: Progress
     said: list[str]  # while parts were taken
 
-    def parts(self, cache: str = "") -> Iterator[WeightPart]:
+    def parts(self, cache: str = "") -> Generator[WeightPart, None, None]:
         """Yield the weights as a worker's rank takes them. cache: see read_weights."""
         from engine.model.moe import keeps_packed
         from engine.model.weight_cache import read_weights
@@ -174,11 +176,27 @@ def _read_only(run: _Run, reader: PartReader, paths: list[Path]) -> tuple[LoadSt
 
 
 def _load_first_layers(run: _Run) -> int:
-    """Load a layer of each kind and let go of it; return the bytes of anonymous memory that the process keeps."""
-    few = run._replace(config=run.config.first_layers(min(_FIRST_LAYERS, run.config.num_hidden_layers)))
-    with _HostMemory() as memory:
-        _build(few, "")
+    """Load a layer of each kind and let go of it; return the bytes of anonymous memory that it took."""
+    from engine.model.group import Alone
+    from engine.model.model import Layer
+
+    config = run.shard.of(run.config)
+    with _HostMemory() as memory, contextlib.closing(run.parts()) as parts:
+        for number, part in itertools.islice(parts, _FIRST_LAYERS):
+            if number is not None:
+                Layer(part, number, config, use_hadamard=False, group=Alone())
+            part.clear()
+    _let_go(run.device)
     return memory.growth("RssAnon")
+
+
+def _let_go(device: torch.device) -> None:
+    """Give memory back, so that what is loaded next begins as this did."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _build(run: _Run, cache: str) -> float:
@@ -193,9 +211,7 @@ def _build(run: _Run, cache: str) -> float:
         torch.cuda.synchronize(run.device)
     seconds = time.monotonic() - began
     del model
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()  # the next one begins as this one did
+    _let_go(run.device)
     return seconds
 
 
