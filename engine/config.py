@@ -24,7 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_cache: folder where ranks keep their weights, packed and cut, for later starts; "" for none.
     simulate_rank: "0/4": this process is rank 0 of a group of 4, alone and without exchange; "" is not. Synthetic only.
     num_layers: serve the first layers only; 0 means all. Synthetic only.
-    enforce_eager: run decode steps without capturing them as CUDA graphs.
+    enforce_eager: capture no CUDA graphs, neither of decode steps nor of short chunks of prompts.
     gpu_memory_gib: of each GPU; 0 means what it has. What `isthmus plan` counts with where there is none.
     index_cache_dtype: form of index keys when kv_cache_dtype is packed (otherwise they are stored as kv rows are).
     index_hadamard: rotate index queries and keys before rounding; None means yes for fp4, no for fp8.
