@@ -19,6 +19,7 @@ from rich.table import Table
 from bench.page_cache import cached_share, drop_cache
 from bench.progress import Progress
 from bench.report import number, write_json
+from kernels.table import counted
 
 if TYPE_CHECKING:
     import torch
@@ -286,7 +287,8 @@ def show(report: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
-        f"{conditions['layers']} layers, {conditions['file_bytes'] / 1e9:.2f} GB in {conditions['files']} files",
+        f"{counted(conditions['layers'], 'layer')}, {conditions['file_bytes'] / 1e9:.2f} GB in "
+        f"{counted(conditions['files'], 'file')}",
         markup=False,
     )
     table = Table(box=None, header_style="bold")
@@ -323,7 +325,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _told(samples: dict[str, Any]) -> str:
-    return f"{samples['compared']} samples, {samples['values']:,} values, {len(samples['faults'])} differ"
+    return f"{counted(samples['compared'], 'sample')}, {samples['values']:,} values, {len(samples['faults'])} differ"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

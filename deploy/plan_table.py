@@ -12,6 +12,7 @@ from rich.table import Table
 from deploy import preflight
 from deploy.config import ClusterConfig
 from engine.memory_plan import MemoryPlan
+from kernels.table import counted
 from router.protocol import MemorySummary
 
 _console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
@@ -68,10 +69,11 @@ def _allowed(plan: MemoryPlan, memory: MemorySummary) -> list[str]:
     """Return lines on what the plan lets run."""
     layout, graphs = plan.layout, memory.graph_sizes
     return [
-        f"largest batch          {memory.max_num_seqs} sequences"
+        f"largest batch          {counted(memory.max_num_seqs, 'sequence')}"
         + (f", in graph; captured: {', '.join(map(str, graphs))}" if graphs else ""),
         f"tokens in cache        {memory.cache_tokens:,}",
-        f"longest request        {memory.max_model_len:,} tokens, {layout.num_blocks_for(memory.max_model_len)} blocks",
+        f"longest request        {memory.max_model_len:,} tokens, "
+        + counted(layout.num_blocks_for(memory.max_model_len), "block"),
         f"context, batch full    {memory.context_at_full_batch:,} tokens for each of {memory.max_num_seqs}; "
         f"{memory.context_that_fits:,} with all that is left",
         f"longest context        {memory.longest_context:,} tokens, for a request alone",

@@ -28,7 +28,9 @@ def test_it_reports_what_was_read_and_that_values_are_those_of_the_files(tmp_pat
     assert report["samples"]["faults"] == []
     assert report["load"]["in_flight_bytes"] >= report["read_bytes"] / 2
     assert (report["copy_bytes_per_s"], report["peak_over_in_flight"]) == (None, None)
-    assert "30 samples" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "30 samples" in out
+    assert "GB in 1 file\n" in out
 
 
 def test_values_that_are_not_the_files_are_named(tmp_path, monkeypatch, capsys):
