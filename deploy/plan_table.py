@@ -35,7 +35,7 @@ def print_plan(config: ClusterConfig, *, as_json: bool = False) -> None:
         group, memory = plan.config, plan.summary()
         port = f"port {group.port}" if group.port else "a free port"
         _console.print(
-            f"\n{group.worker_id}: 1 leader on {group.host}, {port}; {group.ranks} rank(s) on {group.device}"
+            f"\n{group.worker_id}: 1 leader on {group.host}, {port}; {counted(group.ranks, 'rank')} on {group.device}"
         )
         if found.placements:
             _console.print(f"  {found.placements[index].describe()}")
