@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import platform
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from engine.model.shard import Shard
 
 _COPY_BYTES, _COPIES = 64 << 20, 32
+_FIRST_LAYERS = 5  # or four, and what is of no layer: of each kind at least one
 
 _EXAMPLES = """\
 examples
@@ -48,8 +51,10 @@ what is measured
               and load as above. The folder is removed at the end; it takes as much as the weights take of the GPU
   in flight   staging buffers: all of the checkpoint that is ever in host memory
   peak        what host memory grew by at most while it loaded: anonymous memory of the process, looked at a hundred
-              times a second, and staging where that is pinned, of which anonymous memory has nothing. (What is mapped
-              from files when first used, such as CUDA's kernels, is not the checkpoint's.) On a CPU the model is in it
+              times a second, and staging where that is pinned, of which anonymous memory has nothing. On a CPU the
+              model is in it
+  once        what the first layers, loaded before, left with the process: on a GPU the code of kernels, which CUDA
+              loads when they first run and keeps; the same for checkpoints of all sizes
   samples     matrices of the loaded model whose values were compared with the files, read and dequantised another way
 """
 
@@ -81,7 +86,7 @@ class _Run(NamedTuple):
     progress: Progress
     said: list[str]  # while parts were taken
 
-    def parts(self, cache: str = "") -> Iterator[WeightPart]:
+    def parts(self, cache: str = "") -> Generator[WeightPart, None, None]:
         """Yield the weights as a worker's rank takes them. cache: see read_weights."""
         from engine.model.moe import keeps_packed
         from engine.model.weight_cache import read_weights
@@ -123,6 +128,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     paths = shard_paths(args.model)
     stats, disk = _read_only(run, run.reader(), paths)
     copy = _copy_rate(run.device) if on_gpu else None
+    once = _load_first_layers(run)
     load = _load(run, stats, paths)
     warm = _load(run, stats, paths, is_cold=False) if args.warm else None
     cache = _weight_cache(run, stats, paths, load["seconds"], copy) if args.weight_cache else None
@@ -147,6 +153,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "load": load,
         "of_bound": _of_bound(load, disk, copy),
         "peak_over_in_flight": None if copy is None else load["peak_bytes"] / load["in_flight_bytes"],
+        "once_bytes": once,
         "warm": warm,
         "cache": cache,
         "samples": samples,
@@ -169,26 +176,54 @@ def _read_only(run: _Run, reader: PartReader, paths: list[Path]) -> tuple[LoadSt
     return stats, {"seconds": stats.seconds, "bytes_per_s": rate, "cached": cached}
 
 
-def _load(run: _Run, stats: LoadStats, paths: list[Path], *, is_cold: bool = True, cache: str = "") -> dict[str, Any]:
-    """Load and build the model as a rank does, and let go of it.
+def _load_first_layers(run: _Run) -> int:
+    """Load a layer of each kind and let go of it; return the bytes of anonymous memory that it took."""
+    from engine.model.group import Alone
+    from engine.model.model import Layer
 
-    stats, paths: of what is read.   is_cold: empty the page cache of it before.   cache: as read_weights has it.
-    """
+    config = run.shard.of(run.config)
+    with _HostMemory() as memory, contextlib.closing(run.parts()) as parts:
+        for number, part in itertools.islice(parts, _FIRST_LAYERS):
+            if number is not None:
+                Layer(part, number, config, use_hadamard=False, group=Alone())
+            part.clear()
+    _let_go(run.device)
+    return memory.growth("RssAnon")
+
+
+def _let_go(device: torch.device) -> None:
+    """Give memory back, so that what is loaded next begins as this did."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _build(run: _Run, cache: str) -> float:
+    """Load and build the model as a rank does, and let go of it; return seconds until it could run."""
     import torch
 
     from engine.model.model import DeepSeekV4
 
+    began = time.monotonic()
+    model = DeepSeekV4(run.shard.of(run.config), run.parts(cache), index_hadamard=False, device=run.device)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+    seconds = time.monotonic() - began
+    del model
+    _let_go(run.device)
+    return seconds
+
+
+def _load(run: _Run, stats: LoadStats, paths: list[Path], *, is_cold: bool = True, cache: str = "") -> dict[str, Any]:
+    """Load the model; return seconds, bytes a second and memory.
+
+    stats, paths: of what is read.   is_cold: empty the page cache of it before.   cache: as read_weights has it.
+    """
     cached = drop_cache(paths) if is_cold else cached_share(paths)
     with _HostMemory() as memory:
-        began = time.monotonic()
-        model = DeepSeekV4(run.shard.of(run.config), run.parts(cache), index_hadamard=False, device=run.device)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        seconds = time.monotonic() - began
-    del model
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()  # the next one begins as this one did
+        seconds = _build(run, cache)
     pinned = stats.staging_bytes if run.device.type == "cuda" else 0
     return {
         "seconds": seconds,
@@ -312,7 +347,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"of bound {100 * report['of_bound']:.0f}%; in flight {load['in_flight_bytes'] / 1e6:,.0f} MB, "
-        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({'with the model' if ratio is None else f'{ratio:.2f} x'}); "
+        f"peak {load['peak_bytes'] / 1e6:,.0f} MB ({'with the model' if ratio is None else f'{ratio:.2f} x'}), "
+        f"once {report['once_bytes'] / 1e6:,.0f} MB; "
         f"{_told(report['samples'])}"
     )
     if cache:

@@ -67,10 +67,12 @@ def _memory_table(memory: MemorySummary) -> Table:
 
 def _allowed(plan: MemoryPlan, memory: MemorySummary) -> list[str]:
     """Return lines on what the plan lets run."""
-    layout, graphs = plan.layout, memory.graph_sizes
+    layout, graphs = plan.layout, ", ".join(map(str, memory.graph_sizes))
+    captured = (
+        f", in graph; captured: {graphs}" if plan.config.role == "decode" else f"; chunks in graph: {graphs} tokens"
+    )
     return [
-        f"largest batch          {counted(memory.max_num_seqs, 'sequence')}"
-        + (f", in graph; captured: {', '.join(map(str, graphs))}" if graphs else ""),
+        f"largest batch          {counted(memory.max_num_seqs, 'sequence')}" + (captured if graphs else ""),
         f"tokens in cache        {memory.cache_tokens:,}",
         f"longest request        {memory.max_model_len:,} tokens, "
         + counted(layout.num_blocks_for(memory.max_model_len), "block"),

@@ -13,12 +13,9 @@ function runs each time.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +26,7 @@ from engine.cache import KVCache
 from engine.decode_rows import DecodeRows
 from engine.device_sampler import Chooser, DeviceSampler, pinned
 from engine.grammar import GrammarError
+from engine.graph_set import GraphSet
 from engine.graph_sizes import graph_size
 from engine.model.layers import Rotations
 from engine.model.model import DeepSeekV4
@@ -36,10 +34,6 @@ from engine.plan import PREVIOUS, SequenceStep
 from kernels.sampling_decode import Sampled
 from kernels.sampling_row_triton import WORDS
 from kernels.step import LAST_SAMPLED, begin_step, end_step
-
-log = logging.getLogger(__name__)
-
-_WARM_UPS = 2
 
 
 class StepOutputs(NamedTuple):
@@ -102,8 +96,7 @@ class DecodeGraphs:
         self._num_blocks = [0] * most  # of each row that the device's table has
         self._sampler = DeviceSampler(most, model.num_scored, device)
         self._choosers: dict[int, Chooser] = {}
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
-        self.nodes: dict[int, int] = {}
+        self._graphs = GraphSet(self._run, device)
         self.on_logits: Callable[[int, int, Tensor], None] | None = None
         self._tell()
 
@@ -123,38 +116,15 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------ capture
 
-    def capture(self, progress: Callable[[str], None] | None = None) -> None:
-        """Capture every size, largest first, and replay each once; every row is padding meanwhile."""
-        if not self._captures:
-            return
-        pool: Any = None
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # its scratch is that of every graph
-        for number, size in enumerate(reversed(self.sizes), 1):
-            began = time.monotonic()
-            graph, outputs = self._capture(size, pool, stream)
-            pool = pool or graph.pool()
-            graph.replay()
-            torch.cuda.synchronize(self.device)
-            self._graphs[size] = graph, outputs
-            if progress is not None:
-                progress(
-                    f"graph {number} of {len(self.sizes)}: {size} sequences, {self.nodes[size]} nodes, "
-                    f"{time.monotonic() - began:.1f} s"
-                )
+    @property
+    def nodes(self) -> dict[int, int]:
+        """Return the nodes of each captured graph, by the sequences it has room for."""
+        return dict(self._graphs.nodes)
 
-    def _capture(self, size: int, pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, StepOutputs]:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):  # compiles, and makes what is made once
-                self._run(size)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Another thread looks after exchanges with other ranks: what it asks the device is no part of this.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            outputs = self._run(size)
-        self.nodes[size] = _count_nodes(graph)
-        graph.instantiate()
-        return graph, outputs
+    def capture(self, progress: Callable[[str], None] | None = None) -> None:
+        """Capture every size and replay each once; every row is padding meanwhile."""
+        if self._captures:
+            self._graphs.capture(self.sizes, unit="sequences", progress=progress)
 
     def _run(self, size: int) -> StepOutputs:
         """Run the first `size` rows. All of it is captured: no value is read back."""
@@ -208,11 +178,7 @@ class DecodeGraphs:
         if is_new:
             self._tell()
         begun = self._event()
-        if size in self._graphs:
-            graph, outputs = self._graphs[size]
-            graph.replay()
-        else:
-            outputs = self._run(size)
+        outputs = self._graphs(size)
         ended = self._event()
         self._rows.advance()
         rows = [self._rows[seq] for seq in seqs]
@@ -283,13 +249,3 @@ class DecodeGraphs:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-
-def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Return the nodes of a captured graph, launches and copies."""
-    count = ctypes.c_size_t()
-    driver = ctypes.CDLL("libcuda.so.1")
-    error = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
-    if error:
-        raise RuntimeError(f"cuGraphGetNodes returned {error}")
-    return count.value

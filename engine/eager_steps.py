@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.allocator_fault import AllocatorFault, is_out_of_memory
 from engine.batch import Batch, RunningSequences
 from engine.cache import KVCache
+from engine.chunk_graphs import ChunkGraphs
 from engine.model.model import DeepSeekV4
 from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStep
 from engine.rollback import Rollback
@@ -46,13 +47,14 @@ class Outcome(NamedTuple):
 class EagerSteps:
     """Steps over one rank's cache and sequences. vocab_size: tokens that logits score.
 
-    on_logits: see ModelRunner.
+    on_logits: see ModelRunner.   graphs: of short chunks, where there are any.
     """
 
     def __init__(self, cache: KVCache, sequences: RunningSequences, *, vocab_size: int) -> None:
         self._cache, self._sequences = cache, sequences
         self._sampler = Sampler(vocab_size, cache.device)
         self.on_logits: Callable[[int, int, Tensor], None] | None = None
+        self.graphs: ChunkGraphs | None = None
 
     def run(self, model: DeepSeekV4, steps: list[SequenceStep], *, exhaust: int) -> Outcome:
         """Run steps, without the newest sequences if there is no memory for all. exhaust: see StepPlan."""
@@ -86,7 +88,10 @@ class EagerSteps:
         """Run steps, or raise what is_out_of_memory knows; see Rollback."""
         batch = self._sequences.pack(steps, self._cache.device)
         rollback.keep(batch)
-        streams = model.forward(batch.token_ids, batch.ragged, self._cache)
+        if self.graphs is not None and self.graphs.takes(batch):
+            streams = self.graphs.run(batch)
+        else:
+            streams = model.forward(batch.token_ids, batch.ragged, self._cache)
         # Reading this back waits for all that the step has launched: what is told as computed may be pushed.
         is_finite = _finite_sequences(streams, batch)
         failed = [(seq, NOT_FINITE) for seq, fine in zip(batch.seqs, is_finite, strict=True) if not fine]

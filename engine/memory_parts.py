@@ -8,7 +8,7 @@ On the CPU only weights and cache are counted: the host's memory is nobody's to 
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.graph_sizes import graph_sizes
+from engine.graph_sizes import CHUNK_CONTEXT, chunk_sizes, graph_sizes
 from engine.model.config import CSA_RATIO, DeepSeekV4Config
 from engine.model.shard import Shard
 from engine.model.weight_bytes import count_weights
@@ -27,6 +27,8 @@ CONTEXT_BYTES = 725 * MIB
 CAPTURE_BYTES = 64 * MIB
 NODE_BYTES = 9 << 9
 NODES_OF_LAYER, NODES_OF_STEP = 16, 12
+# Of chunks of prompts 11 graphs of 757 to 1,357 nodes took 174 MiB.
+NODES_OF_CHUNK_LAYER, CHUNK_NODE_BYTES = 31, 16 << 9
 # The allocator held up to 98 MiB more than is counted here as workspace and sampling, unused in its blocks, and 33 more
 # than weights have (rounding).
 ALLOCATOR_BYTES = 136 * MIB
@@ -67,8 +69,9 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
     shard = shard_of(config, model)
     local = shard.of(model)
     parts = [weights, _scratch(), _context(), _allocator()]
+    parts += [_graphs(config, local)]
     if config.role == "decode":
-        parts += [_graphs(config, local), _decode_workspace(config, local, layout), _sampling_pools(config, local)]
+        parts += [_decode_workspace(config, local, layout), _sampling_pools(config, local)]
     else:
         parts += [_prefill_workspace(config, local, layout)]
     if config.ranks > 1:
@@ -77,10 +80,10 @@ def fixed_parts(config: EngineConfig, model: DeepSeekV4Config, layout: KVLayout)
 
 
 def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Return the batch sizes that a rank captures as graphs."""
-    has_kernels = config.device == "cuda" and config.kv_cache_dtype == "packed"
-    is_captured = has_kernels and config.role == "decode" and not config.enforce_eager
-    return graph_sizes(config.max_num_seqs) if is_captured else ()
+    """Return the batch sizes that a decode rank captures as graphs, or tokens of a prefill rank's chunks."""
+    if config.device != "cuda" or config.kv_cache_dtype != "packed" or config.enforce_eager:
+        return ()
+    return graph_sizes(config.max_num_seqs) if config.role == "decode" else chunk_sizes(config.max_num_batched_tokens)
 
 
 def _weights(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPart:
@@ -102,14 +105,19 @@ def _size(num_bytes: int) -> str:
 
 
 def _graphs(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
-    sizes, nodes = captured_sizes(config), NODES_OF_LAYER * local.num_hidden_layers + NODES_OF_STEP
+    is_decode = config.role == "decode"
+    each, bytes_of_node = NODES_OF_LAYER, NODE_BYTES
+    if not is_decode:
+        each, bytes_of_node = NODES_OF_CHUNK_LAYER, CHUNK_NODE_BYTES
+    sizes, nodes = captured_sizes(config), each * local.num_hidden_layers + NODES_OF_STEP
     num_bytes, how = 0, "none: decode kernels read packed rows only"
     if config.enforce_eager:
         how = "none are captured (enforce_eager)"
     if sizes:
-        num_bytes = CAPTURE_BYTES + len(sizes) * nodes * NODE_BYTES
+        num_bytes = CAPTURE_BYTES + len(sizes) * nodes * bytes_of_node
         once = f"{CAPTURE_BYTES // MIB} MiB once"
-        how = f"{len(sizes)} of up to {counted(sizes[-1], 'sequence')}, about {nodes} nodes each, and {once}"
+        most = counted(sizes[-1], "sequence" if is_decode else "token")
+        how = f"{len(sizes)} of up to {most}, about {nodes:,} nodes each, and {once}"
     return MemoryPart(name="graphs", num_bytes=num_bytes, how=how)
 
 
@@ -135,14 +143,13 @@ def _decode_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVL
 
 
 def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVLayout) -> MemoryPart:
-    """The tensors of the longest chunk, of kernels where they take it, else of torch's operations."""
+    """The tensors of the longest chunk, of kernels where they take it, else of torch's operations; those of graphs."""
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     scores, bytes_of_matrix = 0, 6  # as float32 and as bfloat16
     if config.kv_cache_dtype == "packed" and tokens <= MOST_TOKENS:
         bytes_of_matrix = 2
         scores = 4 * CHUNK_SCORES if local.layers_of(CSA_RATIO) else 0
-        activations = tokens * (_streams(local) + _MIX_BYTES_OF_CHANNEL * local.hidden_size)
-        activations += max(tokens * _attended(local), _experts(tokens, local))
+        activations = _chunk(tokens, local)
     else:
         activations = tokens * (_streams(local) + _PROMPT_BYTES_OF_CHANNEL * _queries(local)) + _PROMPT_TILES
         activations += _experts(tokens, local)
@@ -151,13 +158,32 @@ def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KV
     dequantised = bytes_of_matrix * matrix
     logits = 4 * _TORCH_SAMPLING_WORDS * rows * local.vocab_size
     undo = rows * layout.slot_bytes  # engine.rollback
+    graphs = _chunk_graphs(config, local, layout)
     return MemoryPart(
         name="workspace",
-        num_bytes=activations + scores + dequantised + logits + undo,
+        num_bytes=activations + scores + dequantised + logits + undo + graphs,
         how=f"of {tokens} tokens: layer {activations / MIB:,.0f} MiB, indexer's scores {scores / MIB:,.0f}, a "
         f"dequantised matrix {dequantised / MIB:,.0f}, logits of {rows} {logits / MIB:,.0f}, states kept "
-        f"{undo / MIB:,.0f}",
+        f"{undo / MIB:,.0f}; of all graphs {graphs / MIB:,.0f}",
     )
+
+
+def _chunk(tokens: int, local: DeepSeekV4Config) -> int:
+    """Return bytes that kernels hold at once for a chunk of prompts, besides the indexer's scores."""
+    held = tokens * (_streams(local) + _MIX_BYTES_OF_CHANNEL * local.hidden_size)
+    return held + max(tokens * _attended(local), _experts(tokens, local))
+
+
+def _chunk_graphs(config: EngineConfig, local: DeepSeekV4Config, layout: KVLayout) -> int:
+    """Return bytes of what graphs of chunks share: tensors of the longest, the streams that it leaves, its inputs."""
+    sizes = captured_sizes(config)
+    if not sizes:
+        return 0
+    entries = layout.num_blocks_for(CHUNK_CONTEXT) * (layout.block_tokens // CSA_RATIO)
+    scores = 4 * min(sizes[-1] * entries, CHUNK_SCORES) if local.layers_of(CSA_RATIO) else 0
+    streams = 2 * sizes[-1] * local.hc_mult * local.hidden_size
+    table = 4 * (config.max_num_seqs * (layout.num_blocks_for(CHUNK_CONTEXT) + 3) + 4 * sizes[-1])
+    return _chunk(sizes[-1], local) + scores + streams + table
 
 
 def _sampling_pools(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:

@@ -71,8 +71,9 @@ class MemoryPlan:
         It does if the rank has less than the margin left, with the numbers and the nearest configurations that fit, and
         if it lacks a graph of a batch that may be admitted.
         """
+        admits_by_graphs = self.config.role == "decode"  # chunks without a graph are slower, no more
         missing = [size for size in captured_sizes(self.config) if size not in measured.graph_nodes]
-        if missing:
+        if missing and admits_by_graphs:
             raise PlanError(f"no graph of {missing[0]} sequences was captured, of {len(missing)} sizes in all")
         counted = {part.name: part.num_bytes for part in self.parts}
         workspace = counted["workspace"] + counted.get("sampling", 0) + counted["allocator"]
@@ -87,7 +88,7 @@ class MemoryPlan:
         found["CUDA"] = measured.device_bytes - measured.free_bytes - known
         found["transport"] = counted["transport"]  # of which only its pool, SCRATCH_BYTES, is there yet
         hows = dict(_WHAT_IS_MEASURED)
-        if not measured.graph_nodes and workspace > measured.workspace_bytes:
+        if not (admits_by_graphs and measured.graph_nodes) and workspace > measured.workspace_bytes:
             found["workspace"], hows["workspace"] = workspace, "planned: more than what has run so far took"
         cache = [part for part in self.parts if part.name in ("cache blocks", "state slots")]
         parts = [msgspec.structs.replace(part, planned_bytes=part.num_bytes) for part in cache]

@@ -158,7 +158,8 @@ class MeasuredMemory(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes, free_bytes: as CUDA tells, after the allocator has given back what it does not use.
     weight_bytes: when they were loaded and the model was built.   workspace_bytes: what the allocator holds beyond
     weights and pools, the tensors of graphs included.   graph_bytes: what captures took besides.
-    graph_nodes: of each graph, by the sequences it has room for; each was captured, and replayed once.
+    graph_nodes: of each graph, by the sequences that it has room for, or tokens in prefill; each was captured, and
+    replayed once.
     """
 
     device_bytes: int

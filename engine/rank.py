@@ -149,6 +149,7 @@ class RankProcess:
 
         from engine.parallel import join
         from engine.runner import DTYPES, ModelRunner
+        from engine.warm_up import warm_up
 
         torch.set_num_threads(config.threads)
         plan = plan_memory(config, served_model(config).config)
@@ -173,7 +174,8 @@ class RankProcess:
             gauge.loaded(state_bytes=self._runner.state_bytes)
             self._runner.capture(lambda text: self._progress("capturing", text))
             gauge.captured()
-            self._runner.warm(lambda text: self._progress("capturing", text))
+            if config.role == "prefill":
+                warm_up(self._runner, lambda text: self._progress("capturing", text))
         if config.logits_log:
             self._logits_log = LogitsLog(Path(config.logits_log), f"{config.worker_id}-{self._rank}")
             self._runner.on_logits = self._logits_log.on_logits

@@ -8,14 +8,13 @@ neighbours go on, since no operation mixes rows of different sequences.
 
 Where decode kernels run, steps of one token a sequence are replayed graphs (decode_graphs.py): `launch` returns while
 they run, and the next may be launched behind them. All other steps (eager_steps.py) have ended when
-`launch` returns.
+`launch` returns; short chunks of prompts are replayed graphs, too (chunk_graphs.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,12 +25,13 @@ from torch import Tensor
 from engine.batch import RunningSequences
 from engine.cache import KVCache
 from engine.cache_check import corrupt_starts
+from engine.chunk_graphs import ChunkGraphs
 from engine.config import EngineConfig
 from engine.decode_graphs import DecodeGraphs, LaunchedStep
 from engine.eager_steps import NOT_FINITE, EagerSteps, Outcome
 from engine.expert_cut import shares_experts
 from engine.grammar import Grammars
-from engine.graph_sizes import graph_sizes
+from engine.graph_sizes import CHUNK_CONTEXT, chunk_sizes, graph_sizes
 from engine.model.attention import runs_decode_kernels
 from engine.model.config import ConfigError
 from engine.model.group import Alone, Group
@@ -42,9 +42,9 @@ from engine.model.parts import WeightPart
 from engine.model.shard import Shard
 from engine.model.synthetic import synthetic_weights
 from engine.model.weight_cache import read_weights
-from engine.plan import GUIDE_FAILED, NO_MEMORY, SequenceStart, SequenceStep, StepPlan
+from engine.plan import GUIDE_FAILED, SequenceStep, StepPlan
 from engine.served_model import served_fingerprint, served_model
-from router.protocol import ExchangeInfo, SamplingParams, TokenLogprobs
+from router.protocol import ExchangeInfo, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -142,13 +142,15 @@ class ModelRunner:
 
     @property
     def graph_nodes(self) -> dict[int, int]:
-        """Return the nodes of each captured graph by its batch size."""
-        return {} if self._graphs is None else dict(self._graphs.nodes)
+        """Return the nodes of each captured graph, by the sequences or tokens of prompts that it has room for."""
+        graphs = self._graphs or self._eager.graphs
+        return {} if graphs is None else graphs.nodes
 
     @property
     def state_bytes(self) -> int:
-        """Return bytes that decode steps keep on the device from `load` on, besides weights and cache."""
-        return 0 if self._graphs is None else self._graphs.state_bytes
+        """Return bytes that graphs keep on the device from `load` on, besides weights and cache."""
+        graphs = self._graphs or self._eager.graphs
+        return 0 if graphs is None else graphs.state_bytes
 
     def load(self, progress: Callable[[str], None] | None = None) -> None:
         """Read the weights; `progress` gets a line of text now and then. Raises WeightsError."""
@@ -178,72 +180,53 @@ class ModelRunner:
         )
         if self.device.type == "cuda":  # elsewhere a step takes longer than the tables do
             self._grammars.warm()
-        if self.config.role == "decode" and runs_decode_kernels(self.cache, self.device):
+        if not runs_decode_kernels(self.cache, self.device):
+            return
+        captures = self.device.type == "cuda" and not self.config.enforce_eager
+        if self.config.role == "prefill" and captures and not self._model.uncapturable:
+            self._eager.graphs = ChunkGraphs(
+                self._model,
+                self.cache,
+                sizes=chunk_sizes(self.config.max_num_batched_tokens),
+                sequences=self.config.max_num_seqs,
+                longest=CHUNK_CONTEXT,
+            )
+        if self.config.role == "decode":
             self._graphs = DecodeGraphs(
                 self._model,
                 self.cache,
                 sizes=graph_sizes(self.config.max_num_seqs),
-                max_blocks=self._max_blocks(),
-                captures=self.device.type == "cuda" and not self.config.enforce_eager,
+                max_blocks=self.max_blocks,
+                captures=captures,
                 times=self.times,
             )
 
     def capture(self, progress: Callable[[str], None] | None = None) -> None:
-        """Capture decode steps as graphs, every size that may be admitted. Before it, they run uncaptured.
+        """Capture decode steps as graphs, every size that may be admitted; of a prefill rank, short chunks.
 
-        Raises ConfigError for a model or cache whose steps can't be captured: a GPU serves none that are not.
+        Before it, they run uncaptured. Raises ConfigError for a model or cache whose decode steps can't be captured: a
+        GPU serves none that are not. Chunks that can't are slower.
         """
-        if self.device.type != "cuda" or self.config.role != "decode" or self.config.enforce_eager:
+        if self.device.type != "cuda" or self.config.enforce_eager:
             return
         if self._model is None:
             raise RuntimeError("the model is not loaded: call load() before capture()")
+        graphs = self._graphs or self._eager.graphs
         problem = self._model.uncapturable
         if self._graphs is None:
             problem = f"kv_cache_dtype {self.config.kv_cache_dtype} has no decode kernels; packed has"
-        if problem or self._graphs is None:
+        if self.config.role == "decode" and (problem or self._graphs is None):
             raise ConfigError(
                 f"decode steps can't be captured as CUDA graphs: {problem}; serve another form of the checkpoint or of "
                 "the cache, or set enforce_eager (for tests: steps that are not captured are slow)"
             )
-        with torch.inference_mode():
-            self._graphs.capture(progress)
+        if graphs is not None:
+            with torch.inference_mode():
+                graphs.capture(progress)
 
-    def warm(self, progress: Callable[[str], None] | None = None) -> None:
-        """Run chunks of prompts of many lengths, at both ends of the longest: no request waits for a kernel's code.
-
-        For a prefill rank before its first request: what its cache holds is lost. Raises ConfigError if there is no
-        memory for the longest chunk.
-        """
-        if self.config.role != "prefill":
-            return
-        blocks = list(range(self._max_blocks()))
-        longest = min(len(blocks) * self.config.block_size, self.model_config.max_position_embeddings)
-        tokens = min(self.config.max_num_batched_tokens, longest)
-        while tokens:
-            began = time.monotonic()
-            for start in {0, longest - tokens}:
-                self._warm(blocks, start, tokens)
-            if progress is not None:
-                progress(f"a chunk of {tokens} tokens: {time.monotonic() - began:.1f} s")
-            tokens //= 2
-        if self.config.pool_poison:
-            self.cache.poison()
-
-    def _warm(self, blocks: list[int], start: int, tokens: int) -> None:
-        seq, vocab = 0, self.model_config.vocab_size
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        ids = [token % vocab for token in range(tokens)]
-        step = SequenceStep(seq=seq, start=start, token_ids=ids, new_block_ids=[], sample=True)
-        begin = SequenceStart(seq=seq, slot=0, block_ids=blocks, sampling=sampling)
-        outcome = self.run(StepPlan(number=0, starts=[begin], steps=[step]))
-        self.run(StepPlan(number=0, ends=[seq]))
-        if (seq, NO_MEMORY) in outcome.failed:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.config.max_num_batched_tokens}: no memory for a chunk of {tokens} "
-                f"tokens; lower it or kv_cache_memory_gib"
-            )
-
-    def _max_blocks(self) -> int:
+    @property
+    def max_blocks(self) -> int:
+        """Return the blocks of the longest sequence."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
         return min(self.cache.layout.num_blocks_for(longest), self.cache.num_blocks)
 

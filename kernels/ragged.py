@@ -107,6 +107,13 @@ class DecodeBatch:
     def device(self) -> torch.device:
         return self.positions.device
 
+    def first_tokens(self, num_tokens: int) -> DecodeBatch:
+        """Return the same batch without the tokens behind the first `num_tokens`, which no sequence may have."""
+        return dataclasses.replace(
+            self, positions=self.positions[:num_tokens], sequence=self.sequence[:num_tokens], num_tokens=num_tokens,
+            max_query_len=min(self.max_query_len, num_tokens),
+        )  # fmt: skip
+
     def part(self, tokens: slice) -> DecodeBatch:
         """Return some tokens of the only sequence, as if a step had them alone. Raises ValueError if there are more."""
         first, last = _bounds(tokens, self.num_tokens, self.slots.shape[0])

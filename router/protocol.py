@@ -352,7 +352,8 @@ class MemorySummary(Message, frozen=True, kw_only=True, omit_defaults=False):
     cache_tokens: of all sequences together.   context_at_full_batch: tokens of each when max_num_seqs run;
     context_that_fits: the same if the cache took all that is left and max_model_len allowed it.
     longest_context: that one request could have.   largest_batch: of requests of max_model_len tokens each.
-    graph_sizes: sequences of each captured step.   graph_nodes: by those, once it was captured and replayed.
+    graph_sizes: sequences of each captured decode step, or tokens of each captured chunk of prompts.   graph_nodes: by
+    those, once it was captured and replayed.
     """
 
     device_bytes: int

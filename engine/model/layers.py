@@ -215,20 +215,22 @@ class Rotary:
         ramp = ramp.clamp(0, 1)
         self.compressed = plain / yarn.factor * ramp + plain * (1 - ramp)
 
-    def at(self, batch: RaggedBatch, *, decode: bool = False) -> Rotations:
-        """Return the rotations of a step's tokens and completed entries; decode: for decode kernels."""
-        if decode:
-            return Rotations(
-                window=rotation_at(batch.positions, self.window),
-                compressed=rotation_at(batch.positions, self.compressed),
-                csa=rotation_at(batch.positions - CSA_RATIO + 1, self.compressed),
-                hca=rotation_at(batch.positions - HCA_RATIO + 1, self.compressed),
-            )
+    def at(self, batch: RaggedBatch) -> Rotations:
+        """Return the rotations of a step's tokens and of the entries that it completes."""
         return Rotations(
             window=rotation_at(batch.positions, self.window),
             compressed=rotation_at(batch.positions, self.compressed),
             csa=rotation_at(batch.entries(CSA_RATIO).position, self.compressed),
             hca=rotation_at(batch.entries(HCA_RATIO).position, self.compressed),
+        )
+
+    def of_tokens(self, positions: Tensor) -> Rotations:
+        """Return what `at` does for tokens at positions [T], as decode kernels read it. It may be captured."""
+        return Rotations(
+            window=rotation_at(positions, self.window),
+            compressed=rotation_at(positions, self.compressed),
+            csa=rotation_at(positions - CSA_RATIO + 1, self.compressed),
+            hca=rotation_at(positions - HCA_RATIO + 1, self.compressed),
         )
 
 

@@ -119,13 +119,22 @@ class DeepSeekV4:
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: CacheViews) -> Tensor:
         """Return the streams [T, n, H] after the last layer for token_ids [T] int64, and update the cache."""
         decode = decode_batch(batch, cache)
-        y, mixed = self._layers(token_ids, batch, decode, self.rotary.at(batch, decode=decode is not None), cache)
-        return spread(y, mixed, sequence=decode.sequence if decode else None)
+        if decode is not None:
+            return self.chunk(token_ids, decode, self.rotary.of_tokens(batch.positions), cache)
+        return spread(*self._layers(token_ids, batch, None, self.rotary.at(batch), cache))
+
+    def chunk(self, token_ids: Tensor, batch: DecodeBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
+        """The same with kernels, whatever the step consists of: nothing is read back, it may be captured.
+
+        rotations: as Rotary.of_tokens makes them.
+        """
+        y, mixed = self._layers(token_ids, None, batch, rotations, cache)
+        return spread(y, mixed, sequence=batch.sequence)
 
     def decode(self, token_ids: Tensor, batch: DecodeBatch, rotations: Rotations, cache: CacheViews) -> Tensor:
         """Return the normed input [T, H] float32 of the head for token_ids [T] int64 with decode kernels; see forward.
 
-        rotations: as Rotary.at makes them for decode kernels. Nothing is read back: the step may be captured.
+        rotations: as Rotary.of_tokens makes them. Nothing is read back: the step may be captured.
         """
         y, mixed = self._layers(token_ids, None, batch, rotations, cache)
         return spread_and_mix(y, mixed, self.head_mix, sequence=batch.sequence).x

@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def read_weights(
     shard: Shard,
     progress: Say | None = None,
     cache: str | Path = "",
-) -> Iterator[WeightPart]:
+) -> Generator[WeightPart, None, None]:
     """Yield a checkpoint's parts as a WeightLoader does, from the folder `cache` if they lie there.
 
     cache: if they don't, they are put there; "": neither.

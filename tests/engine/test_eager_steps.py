@@ -14,6 +14,7 @@ import engine.model.attention as attention
 import engine.runner
 from engine.batch import Batch
 from engine.eager_steps import _finite_sequences
+from engine.warm_up import warm_up
 from kernels.ragged import RaggedBatch
 
 
@@ -56,7 +57,7 @@ def test_warming_runs_chunks_of_falling_lengths_and_leaves_a_cache_that_serves(o
     options = {"max_num_batched_tokens": 150, "pool_poison": True, "num_blocks": 4}
     cold, warm = (harness.make_runner(oracle.folder("tiny"), **options) for _ in range(2))
     told = []
-    warm.warm(told.append)
+    warm_up(warm, told.append)
     assert [text.split(":")[0] for text in told] == [f"a chunk of {n} tokens" for n in (150, 75, 37, 18, 9, 4, 2, 1)]
     rows = []
     for runner in (cold, warm):
@@ -76,4 +77,4 @@ def test_warming_without_memory_for_the_longest_chunk_is_refused_with_a_remedy(o
 
     monkeypatch.setattr(runner._model, "forward", forward)
     with pytest.raises(engine.runner.ConfigError, match="no memory for a chunk of 32 tokens; lower it"):
-        runner.warm()
+        warm_up(runner)

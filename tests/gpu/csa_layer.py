@@ -102,7 +102,7 @@ def main() -> int:
         batch = RaggedBatch.build(
             [(context - 1, 1)] * count, slots=range(count), block_tables=tables, device=device
         )  # fmt: skip
-        rotations = rotary.at(batch, decode=True)
+        rotations = rotary.of_tokens(batch.positions)
         decode = batch.decode
 
         def step(batch=batch, decode=decode, rotations=rotations) -> torch.Tensor:

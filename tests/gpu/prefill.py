@@ -5,7 +5,8 @@
     alone    one prompt at a time, in chunks of 128, 500 and 2,300 tokens
     packed   all four together, each step with a chunk of every one that is not done
 
-Then all decode together, golden's tokens given. Pools are full of NaN to begin with, rows are packed.
+Then all decode together, golden's tokens given. Pools are full of NaN to begin with, rows are packed. On a GPU what
+graphs have room for is replayed, unless --eager.
 Prints a row per trial; exit code 1 if an argmax is not golden's, if logits leave golden_sim, or those of packed
 prompts those of prompts alone, by more than BOUNDS.
 """
@@ -48,7 +49,7 @@ def _module(name: str, path: Path):
 class Rig:
     """A runner of geo all of whose steps run kernels, or their references on the CPU."""
 
-    def __init__(self, checkpoint: Path, *, device: str, dtype: str, index: str) -> None:
+    def __init__(self, checkpoint: Path, *, device: str, dtype: str, index: str, is_eager: bool = False) -> None:
         import engine.model.attention as attention
         import engine.runner
 
@@ -61,8 +62,9 @@ class Rig:
         self.dtype = dtype
         runner = harness.make_runner(
             checkpoint, device=device, dtype=dtype, kv_cache_dtype="packed", index_cache_dtype=index, block_size=256,
-            pool_poison=True,
+            pool_poison=True, max_num_batched_tokens=2048, enforce_eager=is_eager,
         )  # fmt: skip
+        runner.capture()
         self.side = harness.Side(runner)
 
     def logits(self, lengths: tuple[int, ...], *, chunk: int, packed: bool) -> dict[int, torch.Tensor]:
@@ -107,7 +109,14 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(gap.max()) if bool(gap.isfinite().all()) else float("inf")
 
 
-def trials(device: str, dtype: str, formats: tuple[str, str], lengths: tuple[int, ...], chunks: tuple[int, ...]):
+def trials(
+    device: str,
+    dtype: str,
+    formats: tuple[str, str],
+    lengths: tuple[int, ...],
+    chunks: tuple[int, ...],
+    is_eager: bool = False,
+):
     """Return a line for each trial, those with a fault beginning with FAULT."""
     torch.set_num_threads(1)
     lines = []
@@ -115,7 +124,7 @@ def trials(device: str, dtype: str, formats: tuple[str, str], lengths: tuple[int
         geo = _module("gpu_geo", TESTS / "gpu/geo.py")
         experts, index = formats
         checkpoint = geo.write_checkpoint(Path(folder), nvfp4=geo.EXPERTS[experts])
-        rig = Rig(checkpoint, device=device, dtype=dtype, index=index)
+        rig = Rig(checkpoint, device=device, dtype=dtype, index=index, is_eager=is_eager)
         for chunk in chunks:
             alone = None
             for packed in (False, True):
@@ -138,10 +147,11 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), choices=LENGTHS)
     parser.add_argument("--chunks", type=int, nargs="+", default=list(CHUNKS))
+    parser.add_argument("--eager", action="store_true", help="replay no graphs")
     parser.add_argument("--jobs", type=int, default=4, help="processes, each with a model of its own")
     args = parser.parse_args()
     asked = [
-        (args.device, dtype, formats, tuple(args.lengths), tuple(args.chunks))
+        (args.device, dtype, formats, tuple(args.lengths), tuple(args.chunks), args.eager)
         for dtype, formats in itertools.product(args.dtype, ROWS)
     ]
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
