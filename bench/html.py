@@ -11,6 +11,7 @@ import numpy as np
 from bench.page_style import SCRIPT, STYLE
 from bench.plot import Axis, Plot, Point
 from bench.report import number, step_law_lines, table
+from kernels.table import counted
 
 _NUM_SERIES = 8
 
@@ -150,7 +151,10 @@ def _law(law: dict[str, Any]) -> str:
     plot.points(
         [(point["streams"], point["step_ms"]) for point in measured],
         2,
-        [f"{point['streams']} streams: {point['step_ms']:.2f} ms, {point['steps']:.0f} steps" for point in measured],
+        [
+            f"{counted(point['streams'], 'stream')}: {point['step_ms']:.2f} ms, {point['steps']:.0f} steps"
+            for point in measured
+        ],
     )
     name = f"C={told['concurrency']}: {told['step_ms']:.1f} ms expected"
     plot.points([(told["concurrency"], told["step_ms"])], 3, [name], hollow=True)

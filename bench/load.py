@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.stream import Outcome, Stream
 from bench.workload import Request
+from kernels.table import counted
 
 Send = Callable[[Request, Stream], Coroutine[Any, Any, None]]
 
@@ -48,7 +49,7 @@ class _Patience:
     def reason(self) -> str:
         if self.failed_in_row < self.limit:
             return ""
-        return f"{self.failed_in_row} requests in a row failed; the last: {self.last_error}"
+        return f"{counted(self.failed_in_row, 'request')} in a row failed; the last: {self.last_error}"
 
 
 async def closed_loop(

@@ -16,6 +16,7 @@ from bench.slo import Slo
 from bench.statistics import Floats, Production, bootstrap, interval, percentiles, rate_of, slices
 from bench.step_law import Samples, sample
 from bench.stream import Outcome, Stream
+from kernels.table import counted
 
 _TIMELINE_BINS = 240
 _HELD = 4.0  # times a stream's own pace: a second token that late, in a quarter of the streams, is worth a note
@@ -171,7 +172,7 @@ class Measurement:
             notes.append(f"no steady state: {self.phases.problem}")
         if steady and log.concurrency is not None and self.phases.level < log.concurrency:
             notes.append(
-                f"never long {log.concurrency} streams decoding: steady means at least {self.phases.level}, "
+                f"never long {counted(log.concurrency, 'stream')} decoding: steady means at least {self.phases.level}, "
                 "while others wait"
             )
         held = [stream.gaps[0] / stream.tpot for stream in sent if len(stream.times) > 2 and stream.tpot > 0]
@@ -190,14 +191,14 @@ class Measurement:
         good = [stream for stream in sent if stream.outcome is Outcome.OK]
         short = sum(stream.num_tokens < stream.wanted_tokens for stream in good)
         if short:
-            notes.append(f"{short} answers ended before the wanted length")
+            notes.append(f"{counted(short, 'answer')} ended before the wanted length")
         undone = sum(not stream.has_done for stream in good)
         if undone:
-            notes.append(f"{undone} streams ended without data: [DONE]")
+            notes.append(f"{counted(undone, 'stream')} ended without data: [DONE]")
         off = [s for s in good if s.completion_usage is not None and s.completion_usage != s.num_tokens]
         if off:
             notes.append(
-                f"{len(off)} streams showed other numbers of tokens than their usage says "
+                f"{counted(len(off), 'stream')} showed other numbers of tokens than their usage says "
                 f"(first: {off[0].num_tokens} and {off[0].completion_usage})"
             )
         return notes

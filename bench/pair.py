@@ -29,6 +29,7 @@ from bench.pair_processes import Cluster, NotReady
 from bench.report import write_json
 from bench.step_flags import count, counts
 from kernels.bench import current_commit
+from kernels.table import counted
 
 RUNS = ("ttft", "wave", "short", "long", "faults")
 ITL_BAR = 1.18  # cluster over engine, while no prefill runs
@@ -76,7 +77,7 @@ class Measurement:
         self.runs[name] = [_summary(run) for run in json.loads(path.read_text())["runs"]]
         failed = sum(run["failed"] for run in self.runs[name])
         if failed:
-            self.problems.append(f"{name}: {failed} requests failed")
+            self.problems.append(f"{name}: {counted(failed, 'request')} failed")
         print(f"{name}: " + "; ".join(_line(run) for run in self.runs[name]), flush=True)
 
     def against_step(self, step: dict[str, Any]) -> list[dict[str, Any]]:

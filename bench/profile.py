@@ -23,6 +23,7 @@ from bench.step_flags import add_flags, add_prompt_flags, count
 from engine.flags import parse_flags
 from engine.kernel_bill import make_bill
 from engine.steady_batch import SPAN, StepFailed
+from kernels.table import counted
 
 _KERNELS = 5  # of a line, in the table
 _SMALL = 0.001  # of the step: lines below are shown together, and apart in the JSON
@@ -163,7 +164,9 @@ def show(report: dict[str, Any]) -> None:
     if rest:
         us = sum(line["us"] for line in rest)
         share, calls = us / bill["step_us"], sum(line["calls"] for line in rest)
-        table.add_row(f"{len(rest)} others below {_SMALL:.1%}", f"{share:.1%}", number(us, 1), number(calls, 0))
+        table.add_row(
+            f"{counted(len(rest), 'other')} below {_SMALL:.1%}", f"{share:.1%}", number(us, 1), number(calls, 0)
+        )
     wide_console(console).print(table)
     if report["trace"]:
         console.print(f"trace: {report['trace']}", markup=False)

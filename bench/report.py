@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.table import format_table
+from kernels.table import counted, format_table
 
 _DASH = "-"
 _THROUGHPUT = ("run", "ok", "failed", "tokens/s steady", "95 %", "sustained", "average")
@@ -44,7 +44,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{conditions['model'] or 'unknown model'} at {conditions['url']}, {conditions['date']}",
         f"{conditions['input_lengths']} tokens in, {conditions['output_lengths']} out, {conditions['prompts']}; "
-        f"{conditions['api']}, seed {conditions['seed']}, {conditions['warmup']} request(s) to warm up each run",
+        f"{conditions['api']}, seed {conditions['seed']}, "
+        f"{counted(conditions['warmup'], 'request')} to warm up each run",
         _counting(report["runs"]),
     ]
     if conditions["refused"]:

@@ -22,6 +22,7 @@ from bench.step_plot import draw, require_matplotlib
 from bench.step_projection import project, show_projection
 from engine.flags import engine_config, parse_flags
 from engine.steady_batch import SPAN, StepFailed
+from kernels.table import counted
 
 if TYPE_CHECKING:
     from bench.in_process import InProcessEngine
@@ -251,7 +252,7 @@ def conditions_line(conditions: dict[str, Any]) -> str:
     ceilings = conditions["ceilings"]
     return (
         f"{conditions['device']}, commit {conditions['commit']}, {conditions['date']}: rank {conditions['shard']}, "
-        f"{conditions['layers']} layers; floor at {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s and "
+        f"{counted(conditions['layers'], 'layer')}; floor at {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s and "
         f"{ceilings['flops_per_s'] / 1e12:,.3g} TFLOP/s ({ceilings['source']})"
     )
 

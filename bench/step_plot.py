@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.step_law import Experts
 from engine.flags import ConfigError
+from kernels.table import counted
 
 STOCK_MS = (40.0, 31.0)  # a + b N of the server that this one replaces, four RTX PRO 6000
 
@@ -53,7 +54,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("sequences in the step, N")
     axes.set_ylabel("milliseconds a decode step")
     conditions = report["conditions"]
-    axes.set_title(f"{conditions['device']}, rank {conditions['shard']}, {conditions['layers']} layers", fontsize=10)
+    axes.set_title(
+        f"{conditions['device']}, rank {conditions['shard']}, {counted(conditions['layers'], 'layer')}", fontsize=10
+    )
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
     figure.savefig(path)

@@ -23,6 +23,7 @@ from deploy.config import ClusterConfig
 from deploy.placement import Placement
 from engine.memory_plan import MemoryPlan
 from engine.numa import SYSFS, NumaTopology, discover
+from kernels.table import counted
 
 _console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 160)
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -39,7 +40,7 @@ def check(config: ClusterConfig, *, environ: Mapping[str, str], as_json: bool = 
         print(msgspec.json.format(msgspec.json.encode(document), indent=1).decode())
     else:
         _console.print(table(findings))
-        total = ", ".join(f"{count} {level}" for level, count in counts.items())
+        total = ", ".join(counted(count, level, "ok" if level == "ok" else "") for level, count in counts.items())
         _console.print(f"{config.source}: {total}")
     return 1 if counts["problem"] else 0
 
@@ -84,7 +85,7 @@ def _plans(config: ClusterConfig, findings: list[Finding]) -> list[MemoryPlan]:
 def _plan_text(plan: MemoryPlan) -> str:
     memory = plan.summary()
     left = f", {memory.left_bytes / GIB:.1f} of {memory.device_bytes / GIB:.1f} GiB left" if memory.device_bytes else ""
-    return f"{memory.max_num_seqs} sequences, {memory.cache_tokens:,} tokens in cache{left}"
+    return f"{counted(memory.max_num_seqs, 'sequence')}, {memory.cache_tokens:,} tokens in cache{left}"
 
 
 def _judge_gpus(cuda: Cuda, placements: Sequence[Placement], plans: Sequence[MemoryPlan], host: Host) -> list[Finding]:

@@ -9,6 +9,7 @@ from deploy.check_rules import GIB, Finding
 from deploy.placement import Placement
 from engine.memory_plan import MemoryPlan
 from engine.numa import format_cpu_list
+from kernels.table import counted
 
 # what kernels are cut and compiled for; the least that has FP8 tensor instructions
 _SHIPPED = ((12, 0), (9, 0))
@@ -64,7 +65,7 @@ def gpu_memory(cuda: Cuda, placements: Sequence[Placement], plans: Sequence[Memo
         name = placement.config.worker_id
         for index in placement.gpus:
             if index >= len(cuda.gpus):
-                seen = f"{name}: GPU {index} is on the PCI bus, but CUDA shows {len(cuda.gpus)} GPUs"
+                seen = f"{name}: GPU {index} is on the PCI bus, but CUDA shows {counted(len(cuda.gpus), 'GPU')}"
                 findings.append(Finding("GPU memory", "problem", seen, "see `nvidia-smi` and `dmesg` for Xid errors"))
                 continue
             gpu = cuda.gpus[index]
@@ -115,7 +116,7 @@ def kernel_cache(host: Host) -> list[Finding]:
     if not host.kernel_cache_entries:
         seen = f"{host.kernel_cache} is empty: the first start compiles every kernel, which takes minutes"
         return [Finding("kernels", "ok", seen)]
-    return [Finding("kernels", "ok", f"{host.kernel_cache_entries:,} compiled kernels in {host.kernel_cache}")]
+    return [Finding("kernels", "ok", f"{counted(host.kernel_cache_entries, 'compiled kernel')} in {host.kernel_cache}")]
 
 
 def _alike(cuda: Cuda, gpus: Iterable[int]) -> dict[tuple[str, tuple[int, int]], list[int]]:

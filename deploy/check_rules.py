@@ -20,6 +20,7 @@ from deploy.placement import Placement, nic_warnings
 from engine.flags import ConfigError
 from engine.memory_plan import MemoryPlan
 from engine.numa import NumaTopology, format_cpu_list, parse_cpu_list
+from kernels.table import counted
 
 Level = Literal["ok", "warning", "problem"]
 T = TypeVar("T")
@@ -60,17 +61,19 @@ def ask(topic: str, probe: Callable[[], T], well: str) -> tuple[list[Finding], T
 
 def model_folder(folder: ModelFolder) -> list[Finding]:
     """Whether this user may read every weight file, each is whole, and there is a tokenizer."""
+    files = counted(folder.num_files, "weight file")
     if folder.unreadable:
         names = ", ".join(folder.unreadable[:3])
-        seen = f"{folder.path}: {len(folder.unreadable)} of {folder.num_files} weight files can't be read: {names}"
+        seen = f"{folder.path}: {len(folder.unreadable)} of {files} can't be read: {names}"
         return [Finding("model", "problem", seen, f"chmod -R a+rX {folder.path}, or run as their owner")]
     if folder.cut:
         names = ", ".join(folder.cut[:3])
-        seen = f"{folder.path}: {len(folder.cut)} of {folder.num_files} weight files are not whole: {names}"
+        are = "is" if len(folder.cut) == 1 else "are"
+        seen = f"{folder.path}: {len(folder.cut)} of {files} {are} not whole: {names}"
         return [
             Finding("model", "problem", seen, "download them again: half a file, or a Git LFS pointer in its place")
         ]
-    seen = f"{folder.path}: {folder.num_files} weight files, {folder.num_bytes / GIB:,.1f} GiB"
+    seen = f"{folder.path}: {files}, {folder.num_bytes / GIB:,.1f} GiB"
     findings = [Finding("model", "ok", seen)]
     if not folder.has_tokenizer:
         seen = f"{folder.path} has no tokenizer.json: only prompts of token ids can be served"

@@ -23,6 +23,7 @@ from deploy.ray_head import RayHead
 from deploy.state import state_directory
 from deploy.watchdog import Watchdog
 from engine.config import EngineConfig
+from engine.flags import ConfigError
 from engine.numa import NumaTopology, discover
 
 AGENT_TIMEOUT_S = 60.0
@@ -106,6 +107,12 @@ class Host:
         if config.worker_id not in self.placements:
             taken = {gpu for placement in self.placements.values() for gpu in placement.gpus}
             others = [placement.config for placement in self.placements.values()]
+            for other in others:
+                if config.port and config.port == other.port:
+                    raise ConfigError(
+                        f"port {config.port}: given to {other.worker_id} and to {config.worker_id}, which are on one "
+                        "host; give each its own, or none"
+                    )
             unset = {config.worker_id} if chooses_node else set()
             config = choose_nodes([*others, config], self.facts.topology, unset=unset)[-1]
             (self.placements[config.worker_id],) = place((config,), self.facts.topology, taken=taken)

@@ -27,6 +27,7 @@ from engine.memory_plan import PlanError, plan_memory
 from engine.model.config import DeepSeekV4Config
 from engine.model.weight_bytes import count_weights
 from engine.served_model import shard_of
+from kernels.table import counted
 from router.protocol import WorkerRole
 
 _console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 160)
@@ -147,17 +148,16 @@ def _verdict(ranks: list[RankBytes], gpu_bytes: int, *, is_asked: bool) -> Findi
         return Finding("memory", level, seen, remedy or "choose another number of ranks")
     if not gpu_bytes:
         least = possible[-1]
-        seen = (
-            f"no GPU here tells its memory: with {least.ranks} ranks each needs {_gib(max(least.needed.values()))} GiB"
-        )
+        needed = f"{counted(least.ranks, 'rank')} each needs {_gib(max(least.needed.values()))} GiB"
+        seen = f"no GPU here tells its memory: with {needed}"
         return Finding("memory", "ok", seen, "give --gpu-memory-gib to see what fits")
     fits = [each for each in possible if each.cache_tokens and min(each.cache_tokens.values()) > 0]
     size = f"GPUs of {_gib(gpu_bytes)} GiB"
     if not fits:
         need = min(max(each.needed.values()) for each in possible)
-        seen = (
-            f"does not fit {size} with {' or '.join(str(each.ranks) for each in ranks)} ranks: {_gib(need)} are needed"
-        )
+        *others, most = (each.ranks for each in ranks)
+        asked = "".join(f"{count} or " for count in others) + counted(most, "rank")
+        seen = f"does not fit {size} with {asked}: {_gib(need)} are needed"
         return Finding("memory", level, seen, "take more ranks (--ranks), or GPUs with more memory")
     seen = f"fits {size} with {fits[0].ranks} or more ranks a group"
     return Finding("memory", "ok", seen, "`isthmus plan` counts a configuration")
@@ -171,7 +171,7 @@ def _document(facts: ModelFacts, ranks: list[RankBytes], gpu_bytes: int) -> dict
 def _show(facts: ModelFacts, ranks: list[RankBytes], gpu_bytes: int) -> None:
     size = f"{facts.num_bytes / 1e9:,.2f} GB ({_gib(facts.num_bytes)} GiB)"
     _console.print(f"{escape(facts.folder)}: {facts.variant}")
-    _console.print(f"{facts.num_files} weight files, {facts.num_tensors:,} tensors, {size}\n")
+    _console.print(f"{counted(facts.num_files, 'weight file')}, {counted(facts.num_tensors, 'tensor')}, {size}\n")
     if facts.stored:
         _console.print(_stored_table([*facts.stored, *facts.drafting]))
         _console.print()
@@ -182,10 +182,12 @@ def _show(facts: ModelFacts, ranks: list[RankBytes], gpu_bytes: int) -> None:
     hidden = problems[_SHOWN:]
     _console.print(findings_table([finding for finding in facts.findings if finding not in hidden]))
     if hidden:
-        _console.print(f"… and {len(hidden)} more problems: --json lists them all")
+        _console.print(f"… and {counted(len(hidden), 'more problem')}: --json lists them all")
     warnings = sum(finding.level == "warning" for finding in facts.findings)
     verdict = "can't be served" if problems else "can be served"
-    _console.print(f"\n{escape(facts.folder)} {verdict}: {len(problems)} problem, {warnings} warning")
+    _console.print(
+        f"\n{escape(facts.folder)} {verdict}: {counted(len(problems), 'problem')}, {counted(warnings, 'warning')}"
+    )
 
 
 def _stored_table(stored: list[Stored]) -> Table:

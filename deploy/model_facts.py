@@ -18,6 +18,7 @@ from engine.model.config import WEIGHT_INDEX, ConfigError, DeepSeekV4Config, Sto
 from engine.model.shard_files import ShardFiles, StoredTensor, read_headers
 from engine.model.stored_forms import BESIDE, DRAFT, FLOATS, beside, check_forms, form_of
 from engine.model.tensor_specs import tensor_specs
+from kernels.table import counted
 from router.chat import ASSISTANT, BOS, EOS, USER
 from router.encoding import FOLDER, MARKUP, EncodingTexts
 from router.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -119,10 +120,11 @@ def _config(folder: Path, findings: list[Finding]) -> DeepSeekV4Config | None:
     except ConfigError as error:
         findings.append(problem("config.json", str(error), "take the files published with the checkpoint"))
         return None
-    seen = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.n_routed_experts} experts"
+    seen = f"{counted(config.num_hidden_layers, 'layer')}, hidden size {config.hidden_size}, "
+    seen += counted(config.n_routed_experts, "expert")
     kinds = collections.Counter(config.kind(layer) for layer in range(config.num_hidden_layers))
     seen += f"; attention {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-    findings.append(Finding("config.json", "ok", f"{seen}; {config.num_hash_layers} hash layers"))
+    findings.append(Finding("config.json", "ok", f"{seen}; {counted(config.num_hash_layers, 'hash layer')}"))
     return config
 
 
@@ -229,13 +231,13 @@ def _variant(config: DeepSeekV4Config, raw: Mapping[str, Any], stored: list[Stor
     sizes = (hidden, config.num_attention_heads, config.n_routed_experts, config.moe_intermediate_size)
     name = next((name for name, (_, *theirs) in _SIZES.items() if sizes == tuple(theirs)), "")
     if not name:
-        return f"no published variant: {layers} layers of hidden size {hidden}"
+        return f"no published variant: {counted(layers, 'layer')} of hidden size {hidden}"
     all_layers = _SIZES[name][0]
     if any(key.startswith("dspark_") for key in raw) or any("DSpark" in each.form for each in drafting):
         name += "-0731" if name == "DeepSeek-V4-Flash" else " with DSpark"
     forms = {each.form for each in stored if each.group == "routed experts"}
     name += "-NVFP4" if "nvfp4" in forms else "-Base" if forms == {"e4m3"} else ""
-    return name if layers == all_layers else f"{name}'s shapes, {layers} layers of {all_layers}"
+    return name if layers == all_layers else f"{name}'s shapes, {counted(layers, 'layer')} of {all_layers}"
 
 
 def _raw(folder: Path) -> dict[str, Any]:
@@ -281,7 +283,9 @@ def _encoding(folder: Path, variant: str) -> list[Finding]:
     if "0731" in variant and texts.release == "V4-Flash":
         seen = f"{texts.source} is of V4-Flash, the weights are of -0731: efforts would have the wrong texts"
         return [Finding("encoding", "warning", seen, _SOURCE)]
-    return [Finding("encoding", "ok", f"{texts.source}: {len(texts.constants)} texts, as of {texts.release}")]
+    return [
+        Finding("encoding", "ok", f"{texts.source}: {counted(len(texts.constants), 'text')}, as of {texts.release}")
+    ]
 
 
 def _side_files(folder: Path) -> list[Finding]:

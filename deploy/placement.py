@@ -15,6 +15,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.flags import ConfigError
 from engine.numa import NumaTopology, format_cpu_list, parse_cpu_list
+from kernels.table import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,8 @@ def _share_gpus(
         take(own, group, list(free))
         if len(own) < group.ranks:
             raise ConfigError(
-                f"{group.worker_id}: ranks = {group.ranks} with device {group.device}, but {num_found} GPUs are free "
+                f"{group.worker_id}: ranks = {group.ranks} with device {group.device}, but "
+                f"{counted(num_found, 'GPU is', 'GPUs are')} free "
                 "on this machine; lower ranks, or set device: cpu"
             )
     return [tuple(sorted(own)) for own in taken]
@@ -198,10 +200,11 @@ def _warnings(group: EngineConfig, gpus: tuple[int, ...], topology: NumaTopology
     places = ", ".join(f"{gpu} ({topology.gpus[gpu].bdf}) on node {topology.gpus[gpu].node}" for gpu in far)
     near = topology.gpus_of(group.numa_node)
     best = max(topology.nodes, key=lambda node: len(topology.gpus_of(node.id)))
-    remedy = f"move {len(far)} cards to slots of node {group.numa_node}"
+    remedy = f"move {counted(len(far), 'card')} to slots of node {group.numa_node}"
     if len(topology.gpus_of(best.id)) >= group.ranks and best.id != group.numa_node:
         remedy = f"{remedy}, or set numa_node: {best.id} for this group"
     return (
-        f"{group.worker_id}: ranks = {group.ranks} on NUMA node {group.numa_node}, which has {len(near)} GPUs: taken "
+        f"{group.worker_id}: ranks = {group.ranks} on NUMA node {group.numa_node}, which has "
+        f"{counted(len(near), 'GPU')}: taken "
         f"are {places}; their copies and exchanges cross the sockets; {remedy}",
     )

@@ -12,6 +12,7 @@ from rich.table import Table
 from deploy import preflight
 from deploy.config import ClusterConfig
 from engine.memory_plan import MemoryPlan
+from kernels.table import counted
 from router.protocol import MemorySummary
 
 _console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
@@ -34,7 +35,7 @@ def print_plan(config: ClusterConfig, *, as_json: bool = False) -> None:
         group, memory = plan.config, plan.summary()
         port = f"port {group.port}" if group.port else "a free port"
         _console.print(
-            f"\n{group.worker_id}: 1 leader on {group.host}, {port}; {group.ranks} rank(s) on {group.device}"
+            f"\n{group.worker_id}: 1 leader on {group.host}, {port}; {counted(group.ranks, 'rank')} on {group.device}"
         )
         if found.placements:
             _console.print(f"  {found.placements[index].describe()}")
@@ -71,9 +72,10 @@ def _allowed(plan: MemoryPlan, memory: MemorySummary) -> list[str]:
         f", in graph; captured: {graphs}" if plan.config.role == "decode" else f"; chunks in graph: {graphs} tokens"
     )
     return [
-        f"largest batch          {memory.max_num_seqs} sequences" + (captured if graphs else ""),
+        f"largest batch          {counted(memory.max_num_seqs, 'sequence')}" + (captured if graphs else ""),
         f"tokens in cache        {memory.cache_tokens:,}",
-        f"longest request        {memory.max_model_len:,} tokens, {layout.num_blocks_for(memory.max_model_len)} blocks",
+        f"longest request        {memory.max_model_len:,} tokens, "
+        + counted(layout.num_blocks_for(memory.max_model_len), "block"),
         f"context, batch full    {memory.context_at_full_batch:,} tokens for each of {memory.max_num_seqs}; "
         f"{memory.context_that_fits:,} with all that is left",
         f"longest context        {memory.longest_context:,} tokens, for a request alone",

@@ -43,6 +43,7 @@ def check(config: ClusterConfig, *, sysfs: Path = SYSFS, needs_port: bool = True
     is_plan: for another machine, maybe: this one need not have the GPUs, nor a published model's files.
     """
     require_own_packages()
+    require_own_ports(config)
     if needs_port:
         require_free_ports(config)
     topology = discover(sysfs)
@@ -87,20 +88,31 @@ def _place(config: ClusterConfig, topology: NumaTopology, *, is_plan: bool) -> t
         raise
 
 
-def require_free_ports(config: ClusterConfig) -> None:
-    """Raise ConfigError unless the router, and each leader that is given a port, could listen there now.
-
-    Leaders that a cluster of several hosts places are another host's, maybe: theirs are not looked at.
-    """
-    wanted = [(config.router.host, config.router.port, "router")]
-    if not config.supervisor.ray_address:
-        wanted += [(group.host, group.port, group.worker_id) for group in config.groups if group.port]
+def require_own_ports(config: ClusterConfig) -> None:
+    """Raise ConfigError if two processes of this host are given one port."""
     users: dict[int, str] = {}
-    for host, port, user in wanted:
+    for _, port, user in _given_ports(config):
         if port in users:
             raise ConfigError(f"port {port}: given to {users[port]} and to {user}; give each its own, or leaders none")
         users[port] = user
+
+
+def require_free_ports(config: ClusterConfig) -> None:
+    """Raise ConfigError unless the router, and each leader that is given a port, could listen there now."""
+    require_own_ports(config)
+    for host, port, _ in _given_ports(config):
         require_free_port(host, port)
+
+
+def _given_ports(config: ClusterConfig) -> list[tuple[str, int, str]]:
+    """Return (host, port, whose) of the router and of leaders that are given one.
+
+    Leaders that a cluster of several hosts places are another host's, maybe: Host.place looks at theirs.
+    """
+    given = [(config.router.host, config.router.port, "router")]
+    if not config.supervisor.ray_address:
+        given += [(group.host, group.port, group.worker_id) for group in config.groups if group.port]
+    return given
 
 
 def require_free_port(host: str, port: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from deploy.config import SupervisorSettings
+from kernels.table import counted
 
 MAX_BACKOFF_S = 4.0
 
@@ -32,7 +33,7 @@ def admit_restart(restarts: deque[float], name: str, limits: SupervisorSettings)
         restarts.popleft()
     if len(restarts) >= limits.max_restarts:
         raise GivenUp(
-            f"{name} ended {len(restarts) + 1} times within {limits.restart_window_s:g} s: given up "
+            f"{name} ended {counted(len(restarts) + 1, 'time')} within {limits.restart_window_s:g} s: given up "
             f"(supervisor: max_restarts = {limits.max_restarts})"
         )
     restarts.append(now)

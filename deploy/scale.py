@@ -17,6 +17,7 @@ from deploy.control import ControlClient, Groups, connect
 from deploy.group import StartFailed
 from deploy.status import choose_cluster
 from engine.flags import ConfigError
+from kernels.table import counted
 from router.protocol import WorkerRole
 
 POLL_S = 0.25
@@ -104,7 +105,7 @@ def _await_left(client: ControlClient, worker_id: str) -> int:
         if found is None or worker_id in found.left:
             return 0 if _say_how_it_left(found, worker_id).startswith("drained") else 1
         for group in found.groups:
-            text = f"{group.worker_id}: {group.num_requests} requests left"
+            text = f"{group.worker_id}: {counted(group.num_requests, 'request')} left"
             if group.worker_id == worker_id and text != shown:
                 shown = text
                 _console.print(shown)

@@ -13,6 +13,7 @@ from engine.model.config import CSA_RATIO, DeepSeekV4Config
 from engine.model.shard import Shard
 from engine.model.weight_bytes import count_weights
 from engine.served_model import shard_of
+from kernels.table import counted
 from kv_transfer.layout import KVLayout
 from router.protocol import MemoryPart
 
@@ -87,14 +88,14 @@ def captured_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 def _weights(config: EngineConfig, model: DeepSeekV4Config) -> MemoryPart:
     shard = shard_of(config, model)
-    counted = count_weights(model, shard, dtype=config.dtype, keeps_packed=config.device == "cuda")
-    largest = sorted(counted.parts.items(), key=lambda item: -item[1])[:3]
+    weights = count_weights(model, shard, dtype=config.dtype, keeps_packed=config.device == "cuda")
+    largest = sorted(weights.parts.items(), key=lambda item: -item[1])[:3]
     rank = "" if shard.count == 1 else f" of one of {shard.count} ranks"
-    experts = f"experts {counted.experts}{', shared out' if shard.by_expert else ''}"
+    experts = f"experts {weights.experts}{', shared out' if shard.by_expert else ''}"
     return MemoryPart(
         name="weights",
-        num_bytes=counted.total,
-        how=f"{model.num_hidden_layers} layers{rank}, {experts}, linears {counted.matrices}: "
+        num_bytes=weights.total,
+        how=f"{counted(model.num_hidden_layers, 'layer')}{rank}, {experts}, linears {weights.matrices}: "
         + ", ".join(f"{group} {_size(num_bytes)}" for group, num_bytes in largest),
     )
 
@@ -115,8 +116,8 @@ def _graphs(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart:
     if sizes:
         num_bytes = CAPTURE_BYTES + len(sizes) * nodes * bytes_of_node
         once = f"{CAPTURE_BYTES // MIB} MiB once"
-        unit = "sequences" if is_decode else "tokens"
-        how = f"{len(sizes)} of up to {sizes[-1]:,} {unit}, about {nodes:,} nodes each, and {once}"
+        most = counted(sizes[-1], "sequence" if is_decode else "token")
+        how = f"{len(sizes)} of up to {most}, about {nodes:,} nodes each, and {once}"
     return MemoryPart(name="graphs", num_bytes=num_bytes, how=how)
 
 
@@ -135,8 +136,9 @@ def _decode_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KVL
     return MemoryPart(
         name="workspace",
         num_bytes=activations + scores + logits + lists + table,
-        how=f"of {rows} sequences: logits of all graphs {logits / MIB:,.0f} MiB, lists of sampling {lists / MIB:,.0f}, "
-        f"indexer's scores {scores / MIB:,.0f}, layer {activations / MIB:,.0f}, block tables {table / MIB:,.1f}",
+        how=f"of {counted(rows, 'sequence')}: logits of all graphs {logits / MIB:,.0f} MiB, "
+        f"lists of sampling {lists / MIB:,.0f}, indexer's scores {scores / MIB:,.0f}, "
+        f"layer {activations / MIB:,.0f}, block tables {table / MIB:,.1f}",
     )
 
 
@@ -191,7 +193,7 @@ def _sampling_pools(config: EngineConfig, local: DeepSeekV4Config) -> MemoryPart
     return MemoryPart(
         name="sampling",
         num_bytes=config.max_num_seqs * each,
-        how=f"{config.max_num_seqs} rows of history, bias and mask: {each:,} B each",
+        how=f"{counted(config.max_num_seqs, 'row')} of history, bias and mask: {each:,} B each",
     )
 
 

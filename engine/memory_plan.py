@@ -23,6 +23,7 @@ from engine.memory_fit import Room, largest_batch, make_room, nearest_that_fit
 from engine.memory_parts import GIB, MARGIN_BYTES, MIB, MOST_TOKENS, SCRATCH_BYTES, captured_sizes
 from engine.model.config import DeepSeekV4Config
 from engine.plan import MeasuredMemory
+from kernels.table import counted
 from kv_transfer.layout import KVLayout
 from router.protocol import MemoryPart, MemorySummary
 
@@ -135,7 +136,7 @@ class MemoryPlan:
         if self.device_bytes:
             rows.append(("left", f"{self.left_bytes / MIB:,.1f} MiB", f"of {self.device_bytes / GIB:.2f} GiB"))
         blocks = self.layout.num_blocks_for(self.max_model_len)
-        rows.append(("longest request", f"{self.max_model_len:,} tokens", f"{blocks} blocks"))
+        rows.append(("longest request", f"{self.max_model_len:,} tokens", counted(blocks, "block")))
         return "\n".join(f"  {name:<16} {amount:>14}  {how}".rstrip() for name, amount, how in rows)
 
 
@@ -205,8 +206,8 @@ def _refusal(room: Room) -> str:
     blocks = layout.num_blocks_for(room.longest) if config.max_model_len else 1
     block_bytes = max(blocks, config.num_blocks) * layout.block_bytes
     wanted = (
-        f"a request of max_model_len {room.longest} tokens needs {blocks} blocks of {layout.block_bytes:,} B beside "
-        f"{room.num_slots} slots of {layout.slot_bytes:,} B"
+        f"a request of max_model_len {room.longest} tokens needs {counted(blocks, 'block')} of "
+        f"{layout.block_bytes:,} B beside {counted(room.num_slots, 'slot')} of {layout.slot_bytes:,} B"
     )
     if config.num_blocks and config.num_blocks < blocks:
         return f"{wanted}, but num_blocks is {config.num_blocks}; raise it, or lower max_model_len"
@@ -218,7 +219,8 @@ def _refusal(room: Room) -> str:
         found = f"{everything / GIB:.2f} GiB in all ({listed}), but a GPU has {room.device_bytes / GIB:.2f} GiB"
         remedy = "take GPUs with more memory"
     else:
-        found = f"but only {room.num_blocks} blocks fit into kv_cache_memory_gib {config.kv_cache_memory_gib}"
+        fits = counted(room.num_blocks, "block fits", "blocks fit")
+        found = f"but only {fits} into kv_cache_memory_gib {config.kv_cache_memory_gib}"
         remedy = f"raise it to {math.ceil(1000 * (room.slot_bytes + block_bytes) / GIB) / 1000:g}"
     return f"{wanted}: {found}. {_remedy(nearest_that_fit(room), remedy)}"
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.numa import SYSFS, NumaTopology, discover, format_cpu_list, parse_cpu_list
+from kernels.table import counted
 from kv_transfer.memory_nodes import PageCount, bind_new_memory, count_fresh_pages, count_pages
 from router.protocol import NumaBinding
 
@@ -78,9 +79,9 @@ class Binding:
         if not self.is_pinned:
             return "unverified", "not pinned: numa_node is -1"
         listed = format_cpu_list(self.cpus)
-        where = f"{num_threads} threads on CPUs {listed}"
+        where = f"{counted(num_threads, 'thread')} on CPUs {listed}"
         if strays:
-            where = f"{strays} of {num_threads} threads may leave CPUs {listed}"
+            where = f"{strays} of {counted(num_threads, 'thread')} may leave CPUs {listed}"
         if self.topology.is_single:
             found = _pages_text(self.topology.nodes[0].id, counts)
             evidence = f"{where}; the machine has one NUMA node, so memory locality is not tested ({found})"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.plan import PREVIOUS, SequenceStart, SequenceStep, StepPlan
+from kernels.table import counted
 from router.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class SteadyBatch:
         failed = self._runner.collect(ticket).failed
         if failed:
             raise StepFailed(
-                f"batch {self.batch} at context {self.context}: {len(failed)} sequences failed, the first because "
-                f"{failed[0][1]}"
+                f"batch {self.batch} at context {self.context}: {counted(len(failed), 'sequence')} failed, the first "
+                f"because {failed[0][1]}"
             )
 
 

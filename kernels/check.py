@@ -39,7 +39,7 @@ import triton
 import kernels
 from kernels import offline
 from kernels.offline import Report
-from kernels.table import format_table
+from kernels.table import counted, format_table
 from kernels.tiles import Variant
 from kernels.triton_env import ARCHES, INTERPRETED
 
@@ -306,8 +306,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m kernels.ch
     if reports:
         print(format_reports(reports))
     print(
-        f"{len(reports)} compilations, {sum(r.cached for r in reports)} known from before, {failed} refused, "
-        f"{time.monotonic() - begin:.1f} s, Triton {triton.__version__}"
+        f"{counted(len(reports), 'compilation')}, {sum(r.cached for r in reports)} known from before, "
+        f"{failed} refused, {time.monotonic() - begin:.1f} s, Triton {triton.__version__}"
     )
     return 1 if failed or not reports else 0
 

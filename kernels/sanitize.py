@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.bench import GROUPS, collect
+from kernels.table import counted
 from kernels.triton_env import INTERPRETED
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sample.make(target, 0)()
         if target.type == "cuda":
             torch.cuda.synchronize()
-    print(f"{len(samples)} samples ran", flush=True)
+    print(f"{counted(len(samples), 'sample')} ran", flush=True)
     return 0
 
 

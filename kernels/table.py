@@ -1,4 +1,4 @@
-"""Plain-text tables of measurements, for terminals and logs."""
+"""Plain text of measurements, for terminals and logs: tables, and numbers of things."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: in
         ).rstrip()
         for row in [head, *rows]
     )
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number of things as people write it: 1 file, 2 files. plural: where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

@@ -25,17 +25,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench": ("router.tokenizer", "kernels.table"),
     # these run an engine in their own process, or read its bill
     "bench.in_process": ("engine", "kernels"),
-    "bench.step": ("bench", "engine"),
-    "bench.pair": ("bench", "kernels.bench"),
+    "bench.step": ("bench", "engine", "kernels.table"),
+    "bench.pair": ("bench", "kernels.bench", "kernels.table"),
     "bench.ranks": ("engine",),
     "bench.all_reduce": ("bench", "engine", "kernels"),
     "bench.prefill": ("bench", "engine"),
     "bench.weights": ("bench", "engine", "kernels"),
     "bench.weight_samples": ("engine", "kernels"),
     "bench.step_flags": ("engine.flags",),
-    "bench.step_plot": ("bench", "engine.flags"),
+    "bench.step_plot": ("bench", "engine.flags", "kernels.table"),
     "bench.step_projection": ("bench", "engine"),
-    "bench.profile": ("bench", "engine"),
+    "bench.profile": ("bench", "engine", "kernels.table"),
     "deploy": PACKAGES,
 }
 NO_TORCH = (

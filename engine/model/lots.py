@@ -15,7 +15,7 @@ import collections
 import concurrent.futures
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,9 @@ class Lot(NamedTuple):
         return {piece.name: _view(source, self.places[piece], piece.stored) for piece, source in sources.items()}
 
 
+Check = Callable[[Lot, memoryview], None]
+
+
 def place_of(unit: Unit) -> tuple[str, int]:
     """Return the file in which a unit begins, and where in it."""
     return unit.pieces[0].place
@@ -108,10 +111,13 @@ def plan_lots(units: Iterable[Unit]) -> list[Lot]:
     return [_lot(units) for units in lots]
 
 
-def read_lots(lots: list[Lot], paths: Mapping[str, Path], *, pins: bool) -> Iterator[tuple[Lot, Tensor]]:
+def read_lots(
+    lots: list[Lot], paths: Mapping[str, Path], *, pins: bool, check: Check | None = None
+) -> Iterator[tuple[Lot, Tensor]]:
     """Yield lots in order with their bytes, uint8, which are overwritten once the next lot is asked for.
 
-    Raises OSError that names the file, for one that can't be read or has become shorter.
+    check: is asked of each lot by the thread that has read it; what it raises comes from here. Raises OSError that
+    names the file, for one that can't be read or has become shorter.
     """
     buffer_bytes = _buffer_bytes(lots)
     upcoming, free, made = collections.deque(lots), list[Tensor](), 0
@@ -130,7 +136,7 @@ def read_lots(lots: list[Lot], paths: Mapping[str, Path], *, pins: bool) -> Iter
                     made += 1
                 kept = free.pop()
                 buffer = kept if lot.num_bytes <= buffer_bytes else torch.empty(lot.num_bytes, dtype=torch.uint8)
-                waiting.append((lot, buffer, kept, pool.submit(_read, lot, buffer, files, paths)))
+                waiting.append((lot, buffer, kept, pool.submit(_read, lot, buffer, files, paths, check)))
             lot, buffer, kept, reading = waiting.popleft()
             reading.result()
             yield lot, buffer[: lot.num_bytes]
@@ -147,7 +153,7 @@ def _buffer_bytes(lots: list[Lot]) -> int:
     return min(max((lot.num_bytes for lot in lots), default=0), BUFFER_BYTES)
 
 
-def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, Path]) -> None:
+def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, Path], check: Check | None) -> None:
     memory = buffer.numpy().data
     for file, start, size, at in lot.reads:
         done = 0
@@ -158,6 +164,8 @@ def _read(lot: Lot, buffer: Tensor, files: dict[str, int], paths: Mapping[str, P
                     f"{paths[file]}: ends at byte {start + done} of {start + size}; it was cut while it was read"
                 )
             done += count
+    if check is not None:
+        check(lot, memory)
 
 
 def _lot(units: list[Unit]) -> Lot:

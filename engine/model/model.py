@@ -28,6 +28,7 @@ from kernels.gemm import linear
 from kernels.gemm_decode import linear_decode
 from kernels.hyper_connection_decode import Mixed, Mixer, mix, spread, spread_and_mix
 from kernels.ragged import DecodeBatch, RaggedBatch
+from kernels.table import counted
 from kernels.triton_env import uses_triton
 
 HEAD_ROWS = 64  # at most, for the kernel; of more, such as a prompt whose every token is asked for, torch's product
@@ -111,8 +112,8 @@ class DeepSeekV4:
         if not loose:
             return ""
         return (
-            f"the routed experts of {len(loose)} layers (layer {loose[0]} first) are not packed in four bits: sizes or "
-            "values of this checkpoint do not allow it"
+            f"the routed experts of {counted(len(loose), 'layer')} (layer {loose[0]} first) are not packed in four "
+            "bits: sizes or values of this checkpoint do not allow it"
         )
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: CacheViews) -> Tensor:

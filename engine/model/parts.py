@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.model.lots import Unit, plan_lots, read_lots, staging_bytes
+from engine.model.lots import Check, Unit, plan_lots, read_lots, staging_bytes
 
 Tensors = dict[str, Tensor]
 WeightPart = tuple[int | None, Tensors]
@@ -35,10 +35,16 @@ class PartReader:
     """Reads units. stats: of all that was read, once it was."""
 
     def __init__(
-        self, units: list[Unit], paths: Mapping[str, Path], *, device: torch.device, say: Callable[[str], None]
+        self,
+        units: list[Unit],
+        paths: Mapping[str, Path],
+        *,
+        device: torch.device,
+        say: Callable[[str], None],
+        check: Check | None = None,
     ) -> None:
-        """device: where tensors are wanted.   say: gets a line of text about once a second."""
-        self._units, self._paths, self._device, self._say = units, paths, device, say
+        """device: where tensors are wanted.   say: gets a line of text about once a second.   check: see read_lots."""
+        self._units, self._paths, self._device, self._say, self._check = units, paths, device, say, check
         self.stats = LoadStats(0, 0.0, 0)
 
     def parts(self, take: Take, *, on_device: bool = True) -> Iterator[WeightPart]:
@@ -46,13 +52,13 @@ class PartReader:
 
         take(unit, raw, tensors) puts what a unit holds into its part's tensors. raw: by name, as stored, on the device;
         single numbers on the host; views of memory that is overwritten later. on_device=False: bytes stay on the host,
-        to see how fast files are read. Raises OSError that names a file.
+        to see how fast files are read. Raises OSError that names a file, and what `check` raises.
         """
         left = collections.Counter(unit.part for unit in self._units)
         tensors: dict[int | None, Tensors] = {part: {} for part in left}
         lots = plan_lots(self._units)
         progress = _Progress(sum(lot.num_bytes for lot in lots), self._say)
-        for lot, buffer in read_lots(lots, self._paths, pins=self._device.type == "cuda"):
+        for lot, buffer in read_lots(lots, self._paths, pins=self._device.type == "cuda", check=self._check):
             source = buffer.to(self._device, non_blocking=True) if on_device else buffer
             for unit in lot.units:
                 take(unit, lot.tensors(unit, source, buffer), tensors[unit.part])

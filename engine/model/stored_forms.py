@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from engine.model.config import DeepSeekV4Config
 from engine.model.shard_files import ShardFiles, StoredTensor, read_headers
 from engine.model.tensor_specs import TensorSpec, tensor_specs
+from kernels.table import counted
 
 FourBits = Literal["nvfp4", "mxfp4"]
 GROUP: dict[FourBits, int] = {"nvfp4": 16, "mxfp4": 32}  # columns that share a scale
@@ -114,7 +115,8 @@ def listed(folder: str | Path, problems: list[str]) -> str:
     shown = "\n  ".join(problems[:_SHOWN])
     more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     remedy = "take config.json and all files of one revision"
-    return f"{folder}: {len(problems)} tensors or files don't fit config.json; {remedy}:\n  {shown}{more}"
+    what = counted(len(problems), "tensor or file doesn't", "tensors or files don't")
+    return f"{folder}: {what} fit config.json; {remedy}:\n  {shown}{more}"
 
 
 def _part_problems(stored: StoredTensor | None, name: str, part: _Part) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """A rank's tensors as its model takes them, packed and cut, kept in a folder: a later start reads just these.
 
-    ROOT/KEY/manifest.json     what the tensors are of: checkpoint, part, dtypes, order (KEY hashes these), and files
+    ROOT/KEY/manifest.json     what the tensors are of: checkpoint, part, dtypes, order (KEY hashes these); files, sums
     ROOT/KEY/part-….safetensors   a layer's tensors, or those of no layer
 
 A folder appears under its name when all of it is on disk. One that lacks files, or has others than its manifest says,
-is never read: it is made again. Told by sizes and headers: of the values themselves there is no checksum. What can't be
+is never read: it is made again. What is read has a CRC-32 for each stretch, looked at by the threads that read: where
+one differs, the start is refused and the folder removed, since parts of it are in the model by then. What can't be
 written is not kept, and said; the weights are served all the same.
 
 A checkpoint that was written to anew is another one, though it may look the same where model_fingerprint looks.
@@ -19,6 +20,7 @@ import json
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ import torch
 
 from engine.model.checkpoint import WeightsError
 from engine.model.config import ConfigError, DeepSeekV4Config, model_fingerprint, shard_paths
-from engine.model.lots import DTYPES, LARGE_BYTES, Piece, Unit
+from engine.model.lots import DTYPES, LARGE_BYTES, Check, Lot, Piece, Unit
 from engine.model.parts import PartReader, Tensors, WeightPart, layer_of
 from engine.model.shard import Shard
 from engine.model.shard_files import ShardFiles, StoredTensor, read_files
@@ -38,6 +40,7 @@ from kernels.expert_weights import ORDER
 _MANIFEST = "manifest.json"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Say = Callable[[str], None]
+Sums = dict[str, list[int]]  # of each tensor, CRC-32 of its stretches in order
 
 
 def read_weights(
@@ -81,6 +84,10 @@ def read_weights(
     yield from kept.load() or kept.keep(loader().parts())
 
 
+class _Damaged(Exception):
+    """Bytes are not those that were written. The text names the tensor."""
+
+
 class _Rows(NamedTuple):
     name: str
     to: slice | None
@@ -110,6 +117,7 @@ class WeightCache:
         }
         self.folder = root / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
         self._device, self._say = device, say
+        self._sums: Sums = {}  # of what was written
 
     def load(self) -> Iterator[WeightPart] | None:
         """Return the parts that lie here, None if there are none that can be used."""
@@ -117,17 +125,18 @@ class WeightCache:
             return None
         try:
             manifest = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
-            files = cache_files(self.folder)
+            files, sums = cache_files(self.folder), manifest.pop("sums", None) if isinstance(manifest, dict) else None
             if manifest != self._key | {"files": _digests(files.paths.values())}:
                 raise ValueError(f"{_MANIFEST} is of another checkpoint or part, or of other files")
             if files.problems:
                 raise ValueError(files.problems[0])
+            reader = cache_reader(files, self._device, self._say, _check(files, sums))
         except (OSError, ValueError) as problem:
             self._say(f"weights: the cache {self.folder} is not used and made again: {problem}")
             shutil.rmtree(self.folder, ignore_errors=True)
             return None
         self._say(f"weights: from the cache {self.folder}")
-        return self._parts(files)
+        return self._parts(reader, files)
 
     def keep(self, parts: Iterator[WeightPart]) -> Iterator[WeightPart]:
         """Yield parts on, writing each; the cache is there once all have been taken."""
@@ -138,7 +147,7 @@ class WeightCache:
             is_kept = self._tried(self._begin, writing, ending)
             for part, tensors in parts:
                 if is_kept:
-                    is_kept = self._tried(_write_part, writing, part, tensors)
+                    is_kept = self._tried(self._write, writing, part, tensors)
                     if not is_kept:  # what others may need the space for
                         shutil.rmtree(writing, ignore_errors=True)
                 yield part, tensors
@@ -154,6 +163,9 @@ class WeightCache:
         with contextlib.suppress(OSError):  # some file systems lock no folders: there they stay
             ending.enter_context(_locked(writing))
 
+    def _write(self, writing: Path, part: int | None, tensors: Tensors) -> None:
+        self._sums |= _write_part(writing, part, tensors)
+
     def _tried(self, write: Callable[..., None], *args: object) -> bool:
         try:
             write(*args)
@@ -165,7 +177,7 @@ class WeightCache:
     def _publish(self, writing: Path) -> None:
         if self._fingerprint() != self._key["checkpoint"]:
             raise OSError("the checkpoint was changed while it was loaded")
-        manifest = self._key | {"files": _digests(writing.glob("*.safetensors"))}
+        manifest = self._key | {"files": _digests(writing.glob("*.safetensors")), "sums": self._sums}
         (writing / _MANIFEST).write_text(json.dumps(manifest, sort_keys=True), encoding="utf-8")
         try:
             os.rename(writing, self.folder)
@@ -173,9 +185,7 @@ class WeightCache:
             if not (self.folder / _MANIFEST).exists():
                 raise
 
-    def _parts(self, files: ShardFiles) -> Iterator[WeightPart]:
-        reader = cache_reader(files, self._device, self._say)
-
+    def _parts(self, reader: PartReader, files: ShardFiles) -> Iterator[WeightPart]:
         def take(unit: Unit, raw: Tensors, tensors: Tensors) -> None:
             name, to = unit.key
             if to is None:
@@ -190,6 +200,9 @@ class WeightCache:
             yield from reader.parts(take)
         except OSError as problem:
             raise WeightsError(f"{self.folder}: can't be read, delete it: {problem}") from None
+        except _Damaged as problem:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise WeightsError(f"{self.folder}: damaged, and removed; start again: {problem}") from None
         self._say(f"weights: {reader.stats.read_bytes / 1e9:.3f} GB read in {reader.stats.seconds:.1f} s")
 
 
@@ -198,10 +211,28 @@ def cache_files(folder: Path) -> ShardFiles:
     return read_files(folder, sorted(folder.glob("*.safetensors")))
 
 
-def cache_reader(files: ShardFiles, device: torch.device, say: Say) -> PartReader:
+def cache_reader(files: ShardFiles, device: torch.device, say: Say, check: Check | None = None) -> PartReader:
     """Return what reads all of the files, with units as `_units` has them."""
     units = [unit for name, stored in files.tensors.items() for unit in _units(name, stored)]
-    return PartReader(units, files.paths, device=device, say=say)
+    return PartReader(units, files.paths, device=device, say=say, check=check)
+
+
+def _check(files: ShardFiles, sums: Sums | None) -> Check:
+    """Return what compares lots with the sums that were written. Raises ValueError if these are of other stretches."""
+    wanted: dict[StoredTensor, int] = {}
+    for name, stored in files.tensors.items():
+        places = [piece.stored for unit in _units(name, stored) for piece in unit.pieces]
+        found = (sums or {}).get(name, [])
+        if len(found) != len(places):
+            raise ValueError(f"{_MANIFEST} has {len(found)} sums of {name}, wanted {len(places)}")
+        wanted |= dict(zip(places, found, strict=True))
+
+    def check(lot: Lot, memory: memoryview) -> None:
+        for piece, at in lot.places.items():
+            if zlib.crc32(memory[at : at + piece.stored.num_bytes]) != wanted[piece.stored]:
+                raise _Damaged(f"{piece.stored.file}: {piece.name} is not what was written")
+
+    return check
 
 
 def _stamp(folder: str | Path) -> str:
@@ -240,20 +271,25 @@ def _units(name: str, stored: StoredTensor) -> list[Unit]:
     return [Unit(_Rows(name, cut), part, (Piece.of(name, stored, cut),)) for cut in cuts]
 
 
-def _write_part(folder: Path, part: int | None, tensors: Tensors) -> None:
-    """Write a safetensors file, some rows of a tensor at a time: host memory never has all of a large one."""
-    header, end = dict[str, object](), 0
+def _write_part(folder: Path, part: int | None, tensors: Tensors) -> Sums:
+    """Write a safetensors file, a stretch of a tensor at a time: host memory never has all of a large one."""
+    header, stored, end = dict[str, object](), dict[str, StoredTensor](), 0
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        size, dtype = tensor.numel() * tensor.element_size(), _NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        stored[name] = StoredTensor("", dtype, tuple(tensor.shape), end, size)
         end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # as the format asks
+    sums: Sums = {name: [] for name in tensors}
     with (folder / f"part-{'ends' if part is None else f'{part:03}'}.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            for some in torch.split(flat, LARGE_BYTES):
-                file.write(some.cpu().numpy().data)
+        for name, tensor in tensors.items():
+            for unit in _units(name, stored[name]):
+                some = tensor if unit.key.to is None else tensor[unit.key.to]
+                data = some.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+                sums[name].append(zlib.crc32(data))
+                file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return sums

@@ -42,6 +42,7 @@ from engine.model.stored_values import (
 )
 from engine.model.tensor_specs import tensor_specs
 from kernels.expert_weights import Format
+from kernels.table import counted
 
 _PACKED_BYTES = 32 << 20  # of experts, packed at once: ten times as much of the device is needed meanwhile
 
@@ -313,17 +314,18 @@ class WeightLoader:
         """Say what was loaded and how, and which experts do not stay in four bits though they were to."""
         say, read, dtype = self._say, self.stats, str(self._dtype).removeprefix("torch.")
         say(
-            f"weights: {len(self._specs)} tensors, {num_bytes / 1e9:.3f} GB as {dtype}, "
+            f"weights: {counted(len(self._specs), 'tensor')}, {num_bytes / 1e9:.3f} GB as {dtype}, "
             f"{read.read_bytes / 1e9:.3f} GB read in {read.seconds:.1f} s"
         )
         for format, count in sorted(collections.Counter(self.packed.values()).items()):
-            say(f"weights: {count} matrices of experts stay in four bits ({format})")
+            what = counted(count, "matrix of experts stays", "matrices of experts stay")
+            say(f"weights: {what} in four bits ({format})")
         if self.dequantized:
             stack, reason = next(iter(self.dequantized.items()))
             more = f" (and {len(self.dequantized) - 1} more)" if len(self.dequantized) > 1 else ""
             say(f"weights: no decode kernels for {stack}{more}, its experts are dequantised: {reason}")
         if self.skipped:
-            say(f"weights: read past {len(self.skipped)} tensors of mtp.* (draft blocks are not used)")
+            say(f"weights: read past {counted(len(self.skipped), 'tensor')} of mtp.* (draft blocks are not used)")
 
 
 def scale_name(name: str) -> str:

@@ -28,7 +28,9 @@ def test_it_reports_what_was_read_and_that_values_are_those_of_the_files(tmp_pat
     assert report["samples"]["faults"] == []
     assert report["load"]["in_flight_bytes"] >= report["read_bytes"] / 2
     assert (report["copy_bytes_per_s"], report["peak_over_in_flight"]) == (None, None)
-    assert "30 samples" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "30 samples" in out
+    assert "GB in 1 file\n" in out
 
 
 def test_values_that_are_not_the_files_are_named(tmp_path, monkeypatch, capsys):
@@ -63,7 +65,7 @@ def test_what_is_wrong_in_the_weight_cache_is_named_and_what_can_not_be_kept_is_
     write = weight_cache._write_part
 
     def write_wrong(folder, part, tensors):
-        write(
+        return write(
             folder, part, {name: tensor * 2 if name == "embed.weight" else tensor for name, tensor in tensors.items()}
         )
 

@@ -230,7 +230,7 @@ def test_numa_warning_of_a_far_gpu_is_a_finding_with_its_remedy(eight: ClusterCo
     topology = discover(make_machine(tmp_path, nodes=["0-15", "16-31"], gpu_nodes=[0, 0, 0, 1, 1, 1, 1, 1]))
     seen, remedy = the(check_rules.numa(eight, place(eight.groups, topology), topology, host()), "warning")
     assert "prefill-0: ranks = 4 on NUMA node 0, which has 3 GPUs" in seen
-    assert remedy == "move 1 cards to slots of node 0, or set numa_node: 1 for this group"
+    assert remedy == "move 1 card to slots of node 0, or set numa_node: 1 for this group"
 
 
 def test_numa_of_network_cards_counts_where_there_are_other_hosts(eight: ClusterConfig, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_model_folder() -> None:
     seen, _ = the(check_rules.model_folder(dataclasses.replace(whole, unreadable=("a", "b"))), "problem")
     assert seen == "/m: 2 of 46 weight files can't be read: a, b"
     seen, _ = the(check_rules.model_folder(dataclasses.replace(whole, cut=("c",))), "problem")
-    assert seen == "/m: 1 of 46 weight files are not whole: c"
+    assert seen == "/m: 1 of 46 weight files is not whole: c"
     seen, _ = the(check_rules.model_folder(dataclasses.replace(whole, has_tokenizer=False)), "warning")
     assert "only prompts of token ids" in seen
 

@@ -87,11 +87,11 @@ def test_the_published_model_is_read_in_seconds(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("raw", "experts", "variant"),
     [
-        (config(), "mxfp4", "DeepSeek-V4-Flash's shapes, 1 layers of 43"),
-        (config(experts="nvfp4"), "nvfp4", "DeepSeek-V4-Flash-NVFP4's shapes, 1 layers of 43"),
+        (config(), "mxfp4", "DeepSeek-V4-Flash's shapes, 1 layer of 43"),
+        (config(experts="nvfp4"), "nvfp4", "DeepSeek-V4-Flash-NVFP4's shapes, 1 layer of 43"),
         (config(**DSPARK, compress_ratios=[0, 0, 0, 0]), "mxfp4", "DeepSeek-V4-Flash-0731's shapes"),
         (config(**PRO), "mxfp4", "DeepSeek-V4-Pro's shapes, 2 layers of 61"),
-        (config(hidden_size=2048), "mxfp4", "no published variant: 1 layers of hidden size 2048"),
+        (config(hidden_size=2048), "mxfp4", "no published variant: 1 layer of hidden size 2048"),
     ],
 )
 def test_variants_are_known_by_sizes_and_forms(tmp_path, capsys, raw, experts, variant):
@@ -133,7 +133,7 @@ def test_names_of_other_exports_are_explained(tmp_path, capsys, name, remedy):
 
 def test_what_does_not_fit_or_can_not_be_cut_is_a_problem_if_it_was_asked_for(tmp_path, capsys):
     folder = write(tmp_path, config(layers=2))
-    assert "problem: does not fit GPUs of 4.00 GiB with 1 ranks" in seen(
+    assert "problem: does not fit GPUs of 4.00 GiB with 1 rank:" in seen(
         check(folder, capsys, "--ranks", "1", "--gpu-memory-gib", "4", code=1), "memory"
     )
     cut = seen(check(folder, capsys, "--ranks", "3", code=1), "memory")
@@ -159,7 +159,7 @@ def test_the_tiny_model_lacks_nothing_and_is_shown_as_a_table(tiny, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "129,280 tokens, those of chats among them" in out
     assert "encoding/encoding_dsv4.py: 7 texts, as of V4-Flash" in out
-    assert "can be served: 0 problem, 0 warning" in out
+    assert "can be served: 0 problems, 0 warnings" in out
 
 
 def test_tokenizer_and_encoding_of_another_model_are_told(tiny, tmp_path):

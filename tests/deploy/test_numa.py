@@ -137,7 +137,7 @@ def test_crossed_gpu_is_used_with_a_warning_and_takes_no_other_groups_gpu(tmp_pa
     (warning,) = prefill.warnings
     assert decode.warnings == ()
     assert "which has 3 GPUs: taken are 7 (0000:08:00.0) on node 1" in warning
-    assert "move 1 cards to slots of node 0, or set numa_node: 1 for this group" in warning
+    assert "move 1 card to slots of node 0, or set numa_node: 1 for this group" in warning
 
 
 def test_firmware_that_tells_no_gpu_node_is_said_and_stops_nothing(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_the_impossible_is_one_message_with_what_would_fit(capsys: pytest.Captur
     assert "but a GPU has 30.00 GiB" in err and "ranks 8" in err
 
 
+def test_leaders_that_are_given_one_port_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", EIGHT, "--prefill-port", "9001", "--decode-port", "9001"]) == 2
+    assert "port 9001: given to prefill-0 and to decode-0; give each its own" in capsys.readouterr().err
+    assert cli.main(["plan", EIGHT, "--decode-port", "8000"]) == 2
+    assert "port 8000: given to router and to decode-0" in capsys.readouterr().err
+
+
 def test_a_published_name_is_no_checkpoint_to_start_with(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--model", "/models/DeepSeek-V4-Flash"]) == 1
     assert "/models/DeepSeek-V4-Flash/config.json: no such file" in capsys.readouterr().out

@@ -112,6 +112,18 @@ def test_ray_cluster_gpus_of_a_group_that_left_are_the_next_ones(load) -> None:
     assert host.place(groups[2]).gpus == (0,)
 
 
+def test_ray_cluster_leaders_of_one_host_have_ports_of_their_own(load) -> None:
+    topology = NumaTopology((NumaNode(0, (0,), 0, (10,)),))
+    one, another = (Host(HostFacts(name=name, topology=topology, run_dir="/r", log_dir="/l")) for name in "hi")
+    used = {"prefill-0", "decode-0", "decode-1"}
+    prefill, decode = (new_group(load(), role, {"port": 9001}, used_ids=used)[0] for role in ("prefill", "decode"))
+    one.place(prefill)
+    with pytest.raises(ConfigError, match="port 9001: given to prefill-1 and to decode-2, which are on one host"):
+        one.place(decode)
+    another.place(decode)
+    assert one.place(prefill).config.port == 9001  # its next life
+
+
 def test_ray_cluster_group_that_nobody_gave_a_node_gets_one_beside_those_that_are_there(load) -> None:
     nodes = tuple(NumaNode(n, (n,), 0, (10, 20)) for n in (0, 1))
     host = Host(HostFacts(name="h", topology=NumaTopology(nodes), run_dir="/r", log_dir="/l"))

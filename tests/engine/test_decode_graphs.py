@@ -186,7 +186,7 @@ def test_experts_that_are_not_packed_are_refused_where_steps_must_be_captured(ma
     runner = make_runner(has_graphs=True)
     runner._model.layers[1].experts.w2 = torch.zeros(1)
     runner.device = torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"experts of 1 layers \(layer 1 first\) are not packed"):
+    with pytest.raises(ConfigError, match=r"experts of 1 layer \(layer 1 first\) are not packed"):
         runner.capture()
 
 

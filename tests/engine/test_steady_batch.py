@@ -113,6 +113,6 @@ def test_what_does_not_fit_is_refused_with_what_there_is(recorder):
 def test_a_failed_sequence_ends_the_measurement_and_says_why(recorder):
     recorder.fails = 2
     batch = steady(recorder)
-    with pytest.raises(StepFailed, match="batch 3 at context 200: 1 sequences failed, the first because no luck"):
+    with pytest.raises(StepFailed, match="batch 3 at context 200: 1 sequence failed, the first because no luck"):
         batch.run(3)
     batch.end()

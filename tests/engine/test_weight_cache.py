@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import engine.model.weight_cache as weight_cache
+from engine.model.checkpoint import WeightsError
 from engine.model.config import load_config
 from engine.model.shard import Shard
 from engine.model.weight_cache import read_weights
@@ -72,7 +73,9 @@ def test_other_parts_dtypes_and_checkpoints_have_caches_of_their_own(oracle, edi
     assert same(loaded, read(changed)[0])
 
 
-@pytest.mark.parametrize("damage", ["cut", "manifest", "no manifest", "no object", "lost", "header", "one more"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "manifest", "sums", "no manifest", "no object", "lost", "header", "one more"]
+)
 def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
     folder = oracle.folder("mx")
     wanted, _ = read(folder, tmp_path)
@@ -82,6 +85,10 @@ def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
         part.write_bytes(part.read_bytes()[:-1])
     elif damage == "manifest":
         (kept / "manifest.json").write_text(json.dumps({"checkpoint": "another"}))
+    elif damage == "sums":
+        manifest = json.loads((kept / "manifest.json").read_text())
+        manifest["sums"]["embed.weight"].append(0)
+        (kept / "manifest.json").write_text(json.dumps(manifest))
     elif damage == "no object":
         (kept / "manifest.json").write_text("[]")
     elif damage == "lost":
@@ -98,6 +105,26 @@ def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
     assert "is not used and made again" in told
     assert "kept in the cache" in told
     assert "from the cache" in read(folder, tmp_path)[1]
+
+
+@pytest.mark.parametrize("large", [1000, 32 << 20], ids=["rows at a time", "whole"])
+def test_values_that_are_not_those_that_were_written_are_refused_and_made_again(oracle, tmp_path, monkeypatch, large):
+    monkeypatch.setattr(weight_cache, "LARGE_BYTES", large)
+    folder = oracle.folder("mx")
+    wanted, _ = read(folder, tmp_path)
+    (part,) = tmp_path.glob("*/part-ends.safetensors")
+    begin = int.from_bytes(part.read_bytes()[:8], "little") + 8
+    _, last = json.loads(part.read_bytes()[8:begin])["embed.weight"]["data_offsets"]
+    with part.open("r+b") as file:
+        file.seek(begin + last - 1)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(WeightsError, match=r"removed; start again: part-ends\.safetensors: embed\.weight is not what"):
+        read(folder, tmp_path)
+    found, told = read(folder, tmp_path)
+    assert same(found, wanted)
+    assert "kept in the cache" in told
 
 
 def test_weights_are_served_though_they_can_not_be_kept(oracle, tmp_path):
