@@ -90,7 +90,9 @@ FIELDS = (
         1 << 20,
     ),
     Field("max_num_seqs", _BATCH, "sequences of one batch", ("--max-running-requests",), 1, 1 << 16),
-    Field("enforce_eager", _BATCH, "capture no CUDA graphs, neither of decode steps nor of short chunks: slower, for debugging"),
+    Field(
+        "enforce_eager", _BATCH, "capture neither decode steps nor short chunks as CUDA graphs: slower, for debugging"
+    ),
     Field(
         "max_model_len",
         _BATCH,
