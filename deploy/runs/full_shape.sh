@@ -36,14 +36,15 @@ if [ -n "$DRY" ]; then
 else
     model=DeepSeek-V4-Flash
     device=cuda yaml=deploy/runs/full_shape.yaml port=8000
-    geo="--device cuda"
+    geo="--device cuda --all-reduce nccl one-shot"
     synthetic="--model $model --load-format synthetic"
     step="--batch 1,16,64 --context 1024" served="--bars"
     moved="--lengths 8192,131072 --chunk-tokens 4096 --transport nixl"
 fi
 
 step_correctness() {
-    limit 470 correctness "$PYTHON" tests/gpu/tensor_parallel.py --processes --ranks "$ranks" $geo
+    limit 470 correctness "$PYTHON" tests/gpu/tensor_parallel.py --processes --ranks "$ranks" $geo \
+        --json "$OUT/${name}_correctness.json"
 }
 
 step_all_reduce() {

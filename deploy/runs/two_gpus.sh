@@ -22,7 +22,7 @@ if [ -n "$DRY" ]; then
     moved="--lengths 512 --repetitions 3 --transport nixl --chunk-tokens 256"
 else
     device=cuda gpus=0,1 ranks=2
-    geo="--device cuda"
+    geo="--device cuda --all-reduce nccl one-shot"
     synthetic="--model DeepSeek-V4-Flash --load-format synthetic"
     step="--batch 1,16,64 --context 8192" alone=0/4
     role="--load-format synthetic --simulate-rank 0/4 --device cuda --max-model-len 16384"
@@ -34,7 +34,8 @@ fi
 prefill_gpu=${gpus%,*} decode_gpu=${gpus#*,}
 
 step_correctness() {
-    limit 460 correctness "$PYTHON" tests/gpu/tensor_parallel.py --processes --ranks $ranks $geo
+    limit 460 correctness "$PYTHON" tests/gpu/tensor_parallel.py --processes --ranks $ranks $geo \
+        --json "$OUT/${name}_correctness.json"
 }
 
 step_all_reduce() {
