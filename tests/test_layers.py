@@ -29,6 +29,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench.pair": ("bench", "kernels.bench"),
     "bench.ranks": ("engine",),
     "bench.all_reduce": ("bench", "engine", "kernels"),
+    "bench.push": ("bench", "engine", "kv_transfer", "router.protocol"),
+    "bench.push_peer": ("engine", "kv_transfer"),
     "bench.prefill": ("bench", "engine"),
     "bench.weights": ("bench", "engine", "kernels"),
     "bench.weight_samples": ("engine", "kernels"),
