@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench.pair": ("bench", "kernels.bench"),
     "bench.ranks": ("engine",),
     "bench.all_reduce": ("bench", "engine", "kernels"),
+    "bench.answers": ("bench", "engine", "kernels", "router.protocol"),
     "bench.push": ("bench", "engine", "kv_transfer", "router.protocol"),
     "bench.push_peer": ("engine", "kv_transfer"),
     "bench.prefill": ("bench", "engine"),
