@@ -99,6 +99,12 @@ def test_a_pair_is_judged_by_what_it_ran(report):
     }
 
 
+def test_very_long_prompts_are_judged_where_they_come_alone(report):
+    conditions, splits = {"runs": ["longest"], "concurrency": [1]}, {"longest1": {"exposed_ms": 1.5}, "longest4": {}}
+    found = outcomes("pair", report(**pair(conditions=conditions, splits=splits)))
+    assert found["exposed of a very long prompt, ms"] == (1.5, False)
+
+
 def test_failed_requests_and_problems_are_judged_in_a_dry_run_too(report):
     found = outcomes("pair", report(**pair(problems=["not ready"])), dry=True)
     assert [met for _, met in found.values()] == [None, None, None, False, False]
@@ -121,9 +127,15 @@ def test_a_push_may_slow_prefill_so_much(report):
     assert list(outcomes("push", report(runs=runs)).values()) == [(0.04, False), (0.5, True)]
 
 
+def test_answers_are_judged_by_tokens_and_by_log_probabilities(report):
+    total = {"rows": 64, "wrong": 1, "greatest": 0.5, "median": 0.2, "control": 9.0}
+    found = outcomes("answers", report(total=total, bounds={"greatest": 0.6, "median": 0.1}), dry=True)
+    assert [met for _, met in found.values()] == [False, True, False, True]
+
+
 def test_the_command_says_what_is_not_met_and_misses_what_it_cannot_read(report, tmp_path, capsys):
     assert main([f"step={report(runs=steps(b1=1.0, b16=1.0, b64=1.0))}"]) == 0
     assert main([f"step={tmp_path / 'none.json'}"]) == 1
-    assert "not met: none.json: no report of step (FileNotFoundError)" in capsys.readouterr().out
+    assert "not met: none: no report of step (FileNotFoundError)" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["steps=report.json"])
