@@ -5,9 +5,8 @@
 
 One rank in this process, without exchange and transfer, is fed each prompt and then the tokens that the cluster chose,
 one by one. A row is wrong if the cluster's token is not the runner's argmax, unless the runner's logits of the two are
-a tie: no further apart than twice the bound of the median distance. Distance: the largest difference among the log
-probabilities that the cluster has told of a row. control: the same to the runner's row before, which shows what a wrong
-cache would look like. Bounds are those of tests/gpu/geo.py, where rounding alone may choose another expert. Exit code 1
+a tie: no further apart than `tie`. Distance: the largest difference among the log probabilities that the cluster has
+told of a row. control: the same to the runner's row before, which shows what a wrong cache would look like. Exit code 1
 only if something could not be compared: bench.bars judges.
 """
 
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -38,8 +38,15 @@ from engine.steady_batch import StepFailed
 from kernels.bench import current_commit
 from router.protocol import SamplingParams
 
-# by compute dtype: of log probabilities of one row, and of the median over rows
-BOUNDS = {"float32": {"greatest": 0.6, "median": 0.1}, "bfloat16": {"greatest": 2.0, "median": 0.3}}
+# By compute dtype: of the distance, for half of the rows and for 95 %; of two logits in a tie; of wrong rows. Ranks round
+# partial sums, and where two of 256 experts score alike another one is chosen: that moves a row by 1 or 2, and so its
+# token. Four ranks a role against one on the CPU, packed rows, 256 experts, 1,024 channels, 96 rows: in bfloat16 median
+# 0.10, 95 % within 1.5, 2 wrong; in float32 3e-4, 0.003, none. On a GPU kernels round more: in float32 the median of
+# geo is 0.017 there (tests/gpu/tensor_parallel.py).
+BOUNDS = {
+    "float32": {"median": 0.04, "p95": 0.6, "tie": 0.2, "wrong_share": 0.02},
+    "bfloat16": {"median": 0.3, "p95": 3.0, "tie": 0.6, "wrong_share": 0.05},
+}
 
 
 class Alone:
@@ -107,8 +114,14 @@ def compare(answers: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Tensor
             }
         )
     total = {name: sum(entry[name] for entry in entries) for name in ("rows", "equal", "ties", "wrong")}
-    total |= {"greatest": max(distances), "median": statistics.median(distances)}
-    return {"total": total | {"control": statistics.median(controls)}, "answers": entries}
+    total["wrong_share"] = total["wrong"] / total["rows"]
+    total |= {
+        "greatest": max(distances),
+        "median": statistics.median(distances),
+        "control": statistics.median(controls),
+    }
+    total["p95"] = sorted(distances)[math.ceil(0.95 * len(distances)) - 1]
+    return {"total": total, "answers": entries}
 
 
 def _distance(top: Mapping[str, float], row: Tensor) -> float:
@@ -129,7 +142,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with torch.inference_mode():
         rows = [alone.rows(prompt_of(answer["length"]), answer["token_ids"]) for answer in answers]
     bounds = BOUNDS[config.dtype]
-    tie = 2 * bounds["median"]
     device = torch.cuda.get_device_name() if config.device == "cuda" else "CPU"
     conditions: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -137,7 +149,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": device,
     }
     conditions["config"] = msgspec.to_builtins(config)
-    return {"conditions": conditions, "bounds": bounds | {"tie": tie}, **compare(answers, rows, tie=tie)}
+    return {"conditions": conditions, "bounds": bounds, **compare(answers, rows, tie=bounds["tie"])}
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m bench.answers") -> int:
@@ -165,7 +177,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m bench.answ
     total = report["total"]
     print(
         f"{total['equal']} of {total['rows']} rows equal, {total['ties']} ties, {total['wrong']} wrong; at most "
-        f"{total['greatest']:.1e}, median {total['median']:.1e}, control {total['control']:.1e}"
+        f"{total['greatest']:.1e}, 95 % within {total['p95']:.1e}, median {total['median']:.1e}, control "
+        f"{total['control']:.1e}"
     )
     if args.json:
         write_json(report, args.json)

@@ -46,7 +46,7 @@ def test_another_token_is_a_tie_or_wrong_by_the_runners_logits():
 
 def test_rows_that_are_no_numbers_are_wrong_and_far_away():
     total = compare([answered(0, 1)], [[torch.full((3,), torch.nan)] * 2], tie=0.2)["total"]
-    assert total["wrong"] == 2 and total["greatest"] == 1e9
+    assert (total["wrong"], total["wrong_share"], total["greatest"], total["p95"]) == (2, 1.0, 1e9, 1e9)
 
 
 def choice(**fields):
