@@ -38,11 +38,11 @@ from engine.steady_batch import StepFailed
 from kernels.bench import current_commit
 from router.protocol import SamplingParams
 
-# By compute dtype: of the distance, for half of the rows and for 95 %; of two logits in a tie; of wrong rows. Ranks round
-# partial sums, and where two of 256 experts score alike another one is chosen: that moves a row by 1 or 2, and so its
-# token. Four ranks a role against one on the CPU, packed rows, 256 experts, 1,024 channels, 96 rows: in bfloat16 median
-# 0.10, 95 % within 1.5, 2 wrong; in float32 3e-4, 0.003, none. On a GPU kernels round more: in float32 the median of
-# geo is 0.017 there (tests/gpu/tensor_parallel.py).
+# By compute dtype: of the distance, for half of the rows and for 95 %; of two logits in a tie; of wrong rows. Ranks
+# round partial sums, and where two of 256 experts score alike another one is chosen: that moves a row by 1 or 2, and so
+# its token. Four ranks a role against one on the CPU, packed rows, 256 experts, 1,024 channels, 96 rows: in bfloat16
+# median 0.10, 95 % within 1.5, 2 wrong; in float32 3e-4, 0.003, none. On a GPU kernels round more: in float32 the
+# median of geo is 0.017 there (tests/gpu/tensor_parallel.py).
 BOUNDS = {
     "float32": {"median": 0.04, "p95": 0.6, "tie": 0.2, "wrong_share": 0.02},
     "bfloat16": {"median": 0.3, "p95": 3.0, "tie": 0.6, "wrong_share": 0.05},

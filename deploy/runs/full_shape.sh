@@ -97,25 +97,25 @@ step_step() {
     judge step=step
 }
 
-# serve LABEL RUNS [FLAGS]: the cluster of the YAML file, started, measured, ended, judged; ITL of waves beside what
-# `step` has left.
+# serve LABEL RUNS LIMIT FLAGS: the cluster of the YAML file, started, measured, ended, judged; ITL of waves beside what
+# `step` has left. LIMIT: seconds of a run.
 serve() {
-    limit 475 "$1" "$PYTHON" -m bench.pair --up $yaml --port $port $served --runs "$2" --ready 210 --limit 120 \
-        --common "--model $model --prefill-ranks $ranks --decode-ranks $ranks ${3:-}" \
+    limit 475 "$1" "$PYTHON" -m bench.pair --up $yaml --port $port $served --runs "$2" --ready 210 --limit "$3" \
+        --common "--model $model --prefill-ranks $ranks --decode-ranks $ranks $4" \
         --step "$OUT/${name}_step.json" --json "$OUT/${name}_$1.json"
     judge pair="$1"
 }
 
 step_serve_short() {
-    serve serve_short wave,short
+    serve serve_short wave,short 120 ""
 }
 
 step_serve_long() {
-    serve serve_long ttft,long
+    serve serve_long ttft,long 120 ""
 }
 
 step_serve_longest() {
-    serve serve_longest longest "$very_long"
+    serve serve_longest longest 170 "$very_long"
 }
 
 # All ranks at once: a writer and a receiver for each, as the ranks of a push are. The slowest is what a prompt waits for.
