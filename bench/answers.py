@@ -56,7 +56,12 @@ class Alone:
         """longest: tokens of a prompt and its answer.   chunk: of a prompt in one step."""
         num_blocks = -(-longest // config.block_size)
         self._config = msgspec.structs.replace(
-            config, max_num_seqs=1, num_blocks=num_blocks, max_model_len=longest, max_num_batched_tokens=chunk
+            config,
+            max_num_seqs=1,
+            num_blocks=num_blocks,
+            max_model_len=longest,
+            max_num_batched_tokens=chunk,
+            enforce_eager=True,  # the cluster's graphs are part of what is compared
         )
         self._runner = ModelRunner(self._config, num_blocks=num_blocks, num_slots=1)
         self._runner.load()
