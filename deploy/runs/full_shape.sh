@@ -37,7 +37,7 @@ import pathlib, sys
 from deploy.model_synthesize import synthesize
 from deploy.synthetic_checkpoint import make_config
 config = make_config("tiny", layers=0, experts="nvfp4", has_mtp=False) | {"o_groups": 4, "moe_intermediate_size": 64}
-synthesize(pathlib.Path(sys.argv[1]), config, "nvfp4")
+synthesize(pathlib.Path(sys.argv[1]), config, "nvfp4", say=lambda text: None)
 END
 }
 
