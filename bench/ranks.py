@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from engine.config import AllReduce
 from engine.runner import DTYPES
 
 if TYPE_CHECKING:
@@ -35,10 +36,19 @@ class _Failure(NamedTuple):
     text: str
 
 
-def run_in_ranks(count: int, work: Callable[..., Any], *args: Any, device: str, dtype: str, threads: int = 1) -> Any:
+def run_in_ranks(
+    count: int,
+    work: Callable[..., Any],
+    *args: Any,
+    device: str,
+    dtype: str,
+    threads: int = 1,
+    all_reduce: AllReduce = "auto",
+) -> Any:
     """Call work(group, *args) in `count` processes; return what rank 0 returned. Raises RanksFailed.
 
-    work: of a module, and so are its arguments and result: they are pickled.   dtype: of sums.
+    work: of a module, and so are its arguments and result: they are pickled.   dtype: of sums.   all_reduce: how they
+    go on GPUs.
     """
     if device == "cuda" and torch.cuda.device_count() < count:
         raise RanksFailed(f"ranks {count}: torch finds {torch.cuda.device_count()} GPUs here; take fewer ranks")
@@ -49,7 +59,7 @@ def run_in_ranks(count: int, work: Callable[..., Any], *args: Any, device: str, 
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe(duplex=False)
-                place = (Path(run_dir), rank, count, device, dtype, threads)
+                place = (Path(run_dir), rank, count, device, dtype, threads, all_reduce)
                 processes.append(context.Process(target=_rank, args=(theirs, place, work, args), name=f"rank {rank}"))
                 processes[-1].start()
                 theirs.close()  # else nobody would see its end
@@ -87,18 +97,23 @@ def _await(pipes: dict[Any, int]) -> Any:
 
 
 def _rank(
-    pipe: Connection, place: tuple[Path, int, int, str, str, int], work: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    place: tuple[Path, int, int, str, str, int, AllReduce],
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     from engine.parallel import join
 
-    run_dir, rank, count, device, dtype, threads = place
+    run_dir, rank, count, device, dtype, threads, all_reduce = place
     outcome: Any
     group: Rank | None = None
     try:
         torch.set_num_threads(threads)
         if device == "cuda":
             torch.cuda.set_device(rank)
-        group = join(run_dir, rank=rank, count=count, generation=1, device=device, dtype=DTYPES[dtype])
+        group = join(
+            run_dir, rank=rank, count=count, generation=1, device=device, dtype=DTYPES[dtype], all_reduce=all_reduce
+        )
         outcome = work(group, *args)
     except Exception as error:  # told to the parent, who raises it
         outcome = _Failure(type(error).__name__, f"{type(error).__name__}: {error}")

@@ -107,7 +107,13 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
     try:
         report: dict[str, Any] = run_in_ranks(
-            config.ranks, _sweep_of_rank, args, device=config.device, dtype=config.dtype, threads=config.threads
+            config.ranks,
+            _sweep_of_rank,
+            args,
+            device=config.device,
+            dtype=config.dtype,
+            threads=config.threads,
+            all_reduce=config.all_reduce,
         )
     except RanksFailed as error:
         raise StepFailed(str(error)) from error

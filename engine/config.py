@@ -14,6 +14,7 @@ LoadFormat = Literal["auto", "synthetic"]
 KvCacheDtype = Literal["fp32", "bf16", "packed"]
 IndexCacheDtype = Literal["fp8", "fp4"]
 TransportName = Literal["auto", "nixl", "host", "ucxx", "local"]
+AllReduce = Literal["auto", "nccl", "one-shot"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill, whatever their length; more while all of them fit into one chunk, as slots allow.
     ranks: processes of the group, one per GPU, that compute one model together (docs/ranks.md).
     expert_parallel: ranks share routed experts out, whole ones, instead of cutting each; None: engine.expert_cut says.
+    all_reduce: how ranks with GPUs sum; auto: by size, as measured when they meet (docs/ranks.md).
     numa_node: -1 means unpinned.
     cpus: CPU list such as "0-15,32" for the simulated split of a one-node machine; "" means the node's own.
     threads: of a rank's arithmetic on the CPU; more only pays for models much larger than the tiny one.
@@ -72,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_ahead: int = 2
     ranks: int = 1
     expert_parallel: bool | None = None
+    all_reduce: AllReduce = "auto"
     device: Device = "cpu"
     threads: int = 1
     transport: TransportName = "auto"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
+from engine.config import AllReduce
 from engine.exchange_choice import ONE_SHOT, SETTINGS, SIZES, Choice, choose, describe
 from engine.parallel import STEP_TIMEOUT_S, ExchangeFailed, HostGroup, first_line
 from engine.peer_memory import NoPeerMemory, PeerMemory, require_peer_access
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 _CALLS, _CALLS_OF_LARGE, _REPLAYS = 16, 4, 5
 _LARGE = 2 << 20
 _TRIED = (1, 1000, 4096, 70_000)  # values of trial sums
+_ANOTHER = "another rank has no use of its peers' memory; its log says why"
+_NOT_ASKED = "all_reduce is nccl"
 
 
 class NcclComm:
@@ -131,10 +134,12 @@ class DeviceGroup:
         return self._large if num_bytes >= self._choice.large_bytes else self._small
 
 
-def join_devices(host: HostGroup, store: Any, *, dtype: torch.dtype, progress: Callable[[str], None]) -> DeviceGroup:
-    """Return the group of ranks that have met, each on its current GPU, with the ways that were fastest.
+def join_devices(
+    host: HostGroup, store: Any, *, dtype: torch.dtype, all_reduce: AllReduce, progress: Callable[[str], None]
+) -> DeviceGroup:
+    """Return the group of ranks that have met, each on its current GPU, with the ways that were fastest, or asked for.
 
-    dtype: of sums. Raises ExchangeFailed.
+    dtype: of sums. Raises ExchangeFailed; NoPeerMemory for one-shot sums that are asked for and can't be.
     """
     # Multicast is a way of NVLink switches only, and what is measured elsewhere should tell of machines without.
     settings = {name: {"NCCL_NVLS_ENABLE": "0", **each} for name, each in _settings(os.environ).items()}
@@ -142,15 +147,19 @@ def join_devices(host: HostGroup, store: Any, *, dtype: torch.dtype, progress: C
     for name, each in settings.items():
         progress(f"NCCL, {name}")
         comms[name] = NcclComm(store, name, each, rank=host.index, count=host.count)
-    regions, reason = _open_regions(host, dtype)
+    regions, reason = (None, _NOT_ASKED) if all_reduce == "nccl" else _open_regions(host, dtype)
+    if reason and all_reduce == "one-shot":
+        if reason == _ANOTHER:
+            raise ExchangeFailed(reason)
+        raise NoPeerMemory(f"all_reduce = 'one-shot': {reason}; else take auto or nccl")
     if reason:
-        log.warning("no one-shot sums: %s", reason)
+        log.log(logging.INFO if all_reduce == "nccl" else logging.WARNING, "no one-shot sums: %s", reason)
     progress("measuring how sums go over the ranks")
     timings = {name: _measure(host, _in_place(comm), SIZES, dtype) for name, comm in comms.items()}
     if regions is not None:
         taken = [size for size in SIZES if size <= one_shot.CAPACITY_BYTES]
         timings[ONE_SHOT] = _measure(host, _through(regions), taken, dtype)
-    choice = choose(timings)
+    choice = choose(timings, asked=all_reduce)
     for name in set(comms) - {choice.small, choice.large}:
         comms.pop(name).close()
     listed = [
@@ -211,7 +220,7 @@ def _open_regions(host: HostGroup, dtype: torch.dtype) -> tuple[one_shot.PeerReg
     if _any_fails(host, reason):
         if memory is not None:
             memory.close()
-        return None, reason or "another rank has no use of its peers' memory; its log says why"
+        return None, reason or _ANOTHER
     return regions, ""
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from engine.config import AllReduce
+
 ONE_SHOT = "one-shot"
 # NCCL's own choice, and what it chooses among for a few GPUs of one host. Tree and the multicast ways are left out: on
 # PCIe there is neither a tree worth having nor multicast.
@@ -36,14 +38,22 @@ class Choice(NamedTuple):
     large_bytes: int
 
 
-def choose(timings: Timings) -> Choice:
-    """Return the ways of least time. Raises ValueError if NCCL was not measured at all."""
+def choose(timings: Timings, *, asked: AllReduce = "auto") -> Choice:
+    """Return the ways of least time among those that are asked for: one-shot is wanted at all sizes it was measured at.
+
+    Raises ValueError if NCCL was not measured at all, or not what is asked for.
+    """
     nccl = {way: found for way, found in timings.items() if way != ONE_SHOT and found}
     if not nccl:
         raise ValueError("no settings of NCCL were measured: wanted at least 'auto'")
     sizes = sorted(set.intersection(*(set(found) for found in nccl.values())))
     best = {size: min(nccl, key=lambda way: nccl[way][size]) for size in sizes}
-    one_shot = _one_shot_bytes(timings.get(ONE_SHOT, {}), {size: nccl[best[size]][size] for size in sizes})
+    found = {} if asked == "nccl" else timings.get(ONE_SHOT, {})
+    one_shot = _one_shot_bytes(found, {size: nccl[best[size]][size] for size in sizes})
+    if asked == "one-shot":
+        if not found:
+            raise ValueError("all_reduce = 'one-shot': no one-shot sums were measured")
+        one_shot = max(found)
     left = [size for size in sizes if size > one_shot] or sizes[-1:]
     # Each size counts by how much longer it takes than it need: sums of many tokens are few, those of few are many.
     cuts = [(low, high, at) for at in range(1, len(left)) for low in nccl for high in nccl if low != high]

@@ -122,6 +122,12 @@ FIELDS = (
         "ranks share routed experts out instead of cutting each: true, false; default: what costs less",
         ("--enable-expert-parallel",),
     ),
+    Field(
+        "all_reduce",
+        _PLACE,
+        "how ranks with GPUs sum: auto, each size as was fastest when they met; nccl, all sizes; one-shot, through "
+        "peers' memory up to 512 KiB, or the start fails. Others than auto are for comparisons and faulty machines",
+    ),
     Field("device", _PLACE, "cpu, or cuda (each rank takes one GPU of those it sees)"),
     Field("threads", _PLACE, "CPU threads of a rank's arithmetic; small models are fastest with one", (), 1, 1024),
     Field("numa_node", _PLACE, "NUMA node to pin to; -1: not pinned", (), -1, 1023),
@@ -245,6 +251,7 @@ def resolve(layers: Sequence[Layer], *, role: WorkerRole) -> tuple[EngineConfig,
     config = EngineConfig(role=role, **values)  # type: ignore[arg-type]
     _require_transport(config, origins["transport"])
     _require_shard(config, origins)
+    _require_exchange(config, origins["all_reduce"])
     if config.logits_log and not config.test_seams:
         raise ConfigError(
             f"logits_log = {config.logits_log!r} ({origins['logits_log']}): a test seam, and test_seams is false; "
@@ -284,6 +291,15 @@ def _require_transport(config: EngineConfig, origin: str) -> None:
         raise ConfigError(
             f"transport = 'ucxx' ({origin}): carries host memory only, and device is {config.device!r}; wanted auto, "
             "nixl or host"
+        )
+
+
+def _require_exchange(config: EngineConfig, origin: str) -> None:
+    """Refuse ways of GPUs for ranks that have none."""
+    if config.all_reduce != "auto" and config.device != "cuda":
+        raise ConfigError(
+            f"all_reduce = {config.all_reduce!r} ({origin}): a way of GPUs, and device is {config.device!r}, where "
+            "ranks exchange by gloo; leave it at auto"
         )
 
 

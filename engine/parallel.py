@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from engine.config import AllReduce
 from engine.model.group import Alone, Group
 from router.protocol import ExchangeInfo
 
@@ -63,13 +64,15 @@ def join(
     generation: int,
     device: str,
     dtype: torch.dtype = torch.float32,
+    all_reduce: AllReduce = "auto",
     progress: Callable[[str], None] = log.info,
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Rank:
-    """Return the group of `count` ranks, once all are there. Raises ExchangeFailed if they do not come in time.
+    """Return the group of `count` ranks, once all are there. Raises ExchangeFailed if they do not come in time, and
+    NoPeerMemory for one-shot sums that are asked for and can't be.
 
     run_dir: of this life of the group, on the ranks' host; generation tells apart lives that share one.   dtype: of
-    sums on a GPU.   progress: gets a line of text now and then.
+    sums on a GPU, and all_reduce how they go there.   progress: gets a line of text now and then.
     """
     if count == 1:
         return Single()
@@ -82,7 +85,7 @@ def join(
         return host
     from engine.device_group import join_devices
 
-    return join_devices(host, store, dtype=dtype, progress=progress)
+    return join_devices(host, store, dtype=dtype, all_reduce=all_reduce, progress=progress)
 
 
 class HostGroup:

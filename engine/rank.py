@@ -163,6 +163,7 @@ class RankProcess:
             generation=self._generation,
             device=config.device,
             dtype=DTYPES[config.dtype],
+            all_reduce=config.all_reduce,
             progress=lambda text: self._progress("loading", text),
         )
         self._runner = ModelRunner(

@@ -10,10 +10,15 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 failed=0
 
-# limit SECONDS LABEL COMMAND...: run it, print one line with its outcome, and remember a failure.
+# limit SECONDS LABEL COMMAND...: run it, print one line with its outcome, and remember a failure. What an earlier run
+# has left at its --json is removed: it must not be judged in this one's place.
 limit() {
-    local seconds=$1 label=$2 log began code
+    local seconds=$1 label=$2 log began code word before=""
     shift 2
+    for word in "$@"; do
+        [ "$before" != --json ] || rm -f "$word"
+        before=$word
+    done
     log="$OUT/$name.$label.log"
     began=$(date +%s)
     timeout -k 60 "$seconds" "$@" >"$log" 2>&1
@@ -25,6 +30,16 @@ limit() {
         echo "FAILED $name $label: code $code after $(($(date +%s) - began)) s; $log ends: $(tail -n 3 "$log" | tr '\n' ' ' | cut -c1-400)"
     fi
     return "$code"
+}
+
+# judge KIND=LABEL...: hold the reports NAME_LABEL.json against their bars (bench.bars): a table, and a failure for what
+# is not met. In a dry run figures of time are only shown.
+judge() {
+    local each reports=()
+    for each in "$@"; do
+        reports+=("${each%%=*}=$OUT/${name}_${each#*=}.json")
+    done
+    "$PYTHON" -m bench.bars ${DRY:+--dry} "${reports[@]}" || failed=1
 }
 
 # run_steps WANTED...: those steps, or all of $steps; the others still run if one fails.

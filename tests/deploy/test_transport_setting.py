@@ -1,4 +1,4 @@
-"""Transports that could not carry a cache between processes are refused before anything starts."""
+"""Transports that could not carry a cache, and sums that ranks could not make, are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def test_ucxx_is_refused_for_device_memory() -> None:
 @pytest.mark.parametrize("name", ["auto", "nixl", "host", "ucxx"])
 def test_transports_between_processes_are_accepted(name: str) -> None:
     assert configured(transport=name).transport == name
+
+
+@pytest.mark.parametrize("name", ["nccl", "one-shot"])
+def test_ways_of_gpus_are_refused_for_ranks_on_the_cpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"all_reduce = '{name}' \(YAML\): a way of GPUs.*leave it at auto"):
+        configured(all_reduce=name, device="cpu")
+    assert configured(all_reduce=name, device="cuda").all_reduce == name

@@ -5,9 +5,11 @@ import os
 import pytest
 import torch
 
-from engine.device_group import DeviceGroup, _environment, _settings
+from engine.device_group import _ANOTHER, DeviceGroup, _environment, _settings, join_devices
 from engine.exchange_choice import SETTINGS, Choice
+from engine.parallel import ExchangeFailed
 from engine.peer_memory import NoPeerMemory, require_peer_access
+from kernels.one_shot import CAPACITY_BYTES
 from router.protocol import ExchangeInfo
 
 
@@ -93,3 +95,30 @@ def test_gpus_without_access_to_their_peers_are_named():
     require_peer_access(0, 3, lambda a, b: True)
     with pytest.raises(NoPeerMemory, match="GPU 1 has no peer access to GPU 0, GPU 2"):
         require_peer_access(1, 3, lambda a, b: False)
+
+
+@pytest.fixture
+def join_with(monkeypatch):
+    """A function of (all_reduce, why there is no peers' memory) that joins without GPUs; all ways take as long."""
+
+    def join(all_reduce, reason=""):
+        monkeypatch.setattr("engine.device_group.NcclComm", lambda store, name, settings, rank, count: Comm(name))
+        monkeypatch.setattr("engine.device_group._measure", lambda host, run, sizes, dtype: dict.fromkeys(sizes, 1.0))
+        monkeypatch.setattr("engine.device_group._open_regions", lambda *_: (None if reason else object(), reason))
+        return join_devices(Host(), None, dtype=torch.bfloat16, all_reduce=all_reduce, progress=print).exchange
+
+    return join
+
+
+def test_a_way_that_is_asked_for_is_the_one_taken(join_with):
+    assert join_with("one-shot").one_shot_bytes == CAPACITY_BYTES
+    nccl = join_with("nccl")
+    assert (nccl.one_shot_bytes, nccl.one_shot) == (0, "all_reduce is nccl")
+    assert join_with("auto", "no access").one_shot == "no access"
+
+
+def test_one_shot_sums_that_are_asked_for_and_cannot_be_end_the_start(join_with):
+    with pytest.raises(NoPeerMemory, match="all_reduce = 'one-shot': GPU 1 has no access; else take auto or nccl"):
+        join_with("one-shot", "GPU 1 has no access")
+    with pytest.raises(ExchangeFailed, match="its log says why"):
+        join_with("one-shot", _ANOTHER)

@@ -57,3 +57,14 @@ def test_the_choice_is_told_in_words():
         "one-shot up to 128 KiB; NCCL LL, Ring below 2048 KiB, auto from there on"
     )
     assert describe(Choice(0, "auto", "auto", 0)) == "no one-shot sums; NCCL auto"
+
+
+def test_one_shot_sums_that_are_asked_for_are_made_at_every_size_they_have_room_for():
+    timings = {"auto": line(20, 30), ONE_SHOT: line(25, 12, SMALL)}
+    assert choose(timings, asked="one-shot") == Choice(CAPACITY_BYTES, "auto", "auto", 0)
+    with pytest.raises(ValueError, match="all_reduce = 'one-shot': no one-shot sums were measured"):
+        choose({"auto": line(20, 30)}, asked="one-shot")
+
+
+def test_nccl_that_is_asked_for_leaves_faster_one_shot_sums_alone():
+    assert choose({"auto": line(20, 30), ONE_SHOT: line(1, 100, SMALL)}, asked="nccl").one_shot_bytes == 0
