@@ -205,7 +205,7 @@ def test_sm_01_batch_beyond_memory_is_refused_at_start_with_the_numbers():
     config = EngineConfig(
         model=str(TINY), role="decode", dtype="float32", kv_cache_dtype="fp32", max_num_seqs=4096, max_model_len=1024
     )
-    with pytest.raises(PlanError, match=r"(?s)4104 slots.*kv_cache_memory_gib 1\.0.*max_num_seqs"):
+    with pytest.raises(PlanError, match=r"(?s)4,104 slots.*kv_cache_memory_gib 1\.0.*max_num_seqs"):
         plan_memory(config, load_config(config.model))
 
 
