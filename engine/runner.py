@@ -183,7 +183,7 @@ class ModelRunner:
         if not runs_decode_kernels(self.cache, self.device):
             return
         captures = self.device.type == "cuda" and not self.config.enforce_eager
-        if self.config.role == "prefill" and captures and not self._model.uncapturable:
+        if self.config.role == "prefill" and captures and self._all_capturable():
             self._eager.graphs = ChunkGraphs(
                 self._model,
                 self.cache,
@@ -200,6 +200,13 @@ class ModelRunner:
                 captures=captures,
                 times=self.times,
             )
+
+    def _all_capturable(self) -> bool:
+        """Return whether every rank's model may be captured. One rank's slice of the experts may be packed, another's
+        not, and a graph exchanges padding tokens, too: the ranks would be out of step.
+        """
+        problem = torch.tensor([[int(bool(self.model.uncapturable))]], dtype=torch.int32, device=self.device)
+        return not bool(self.group.all_gather(problem).any())
 
     def capture(self, progress: Callable[[str], None] | None = None) -> None:
         """Capture decode steps as graphs, every size that may be admitted; of a prefill rank, short chunks.

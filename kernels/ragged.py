@@ -73,7 +73,7 @@ class DecodeBatch:
     positions [T]; sequence [T], -1 for a padding token, which reads and writes nothing.   starts [B]: first position of
     each sequence in this step.   query_start [B+1]: its first token.   slots [B]; block_table [B, N]: -1 where nothing.
     max_query_len: most tokens of one sequence. Both ints are fixed when a graph is captured.
-    longest: tokens of the longest sequence, these included, where the host knows them: not when a graph is captured.
+    longest: no sequence has more tokens, these included; None where the host knows no bound.
     """
 
     positions: Tensor
@@ -115,7 +115,10 @@ class DecodeBatch:
         )  # fmt: skip
 
     def part(self, tokens: slice) -> DecodeBatch:
-        """Return some tokens of the only sequence, as if a step had them alone. Raises ValueError if there are more."""
+        """Return some tokens of the only sequence, as if a step had them alone. Raises ValueError if there are more.
+
+        `longest` stays: how many of the tokens are padding, the host does not know.
+        """
         first, last = _bounds(tokens, self.num_tokens, self.slots.shape[0])
         return dataclasses.replace(
             self,
@@ -125,7 +128,6 @@ class DecodeBatch:
             query_start=self.query_start.clamp(first, last) - first,
             num_tokens=last - first,
             max_query_len=last - first,
-            longest=None if self.longest is None else self.longest - self.num_tokens + last,
         )
 
 

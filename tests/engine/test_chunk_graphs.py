@@ -83,6 +83,18 @@ def test_chunks_that_are_too_long_too_many_or_too_far_on_are_left(rig):
     assert not graphs.takes(batch_of((460, 53), (0, 2)))
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_no_rank_captures_unless_all_can(rig, monkeypatch, others):
+    class Two:
+        def all_gather(self, x):
+            return torch.cat([x, torch.full_like(x, others)], -1)
+
+    runner = rig.side.runner
+    assert runner.model.uncapturable == ""
+    monkeypatch.setattr(runner, "group", Two())
+    assert runner._all_capturable() == (not others)
+
+
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 500, 2048, 4096])
 def test_a_graph_has_room_for_every_short_chunk_and_few_to_spare(most):
     sizes = chunk_sizes(most)

@@ -1,5 +1,7 @@
 """Index arithmetic of packed batches against brute-force loops."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -140,3 +142,18 @@ def test_empty_spans_and_negative_positions_are_refused(spans):
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="2 slots"):
         RaggedBatch.build([(0, 1)], slots=[0, 1], block_tables=[[0]])
+
+
+def test_parts_of_a_padded_chunk_reach_as_far_as_its_tokens():
+    chunk = batch_of([(1000, 24)])[0].decode
+    padded = dataclasses.replace(
+        chunk,
+        positions=torch.nn.functional.pad(chunk.positions, (0, 8)),
+        sequence=torch.nn.functional.pad(chunk.sequence, (0, 8), value=-1),
+        num_tokens=32,
+        longest=1024,
+    )
+    for first in range(0, 32, 8):
+        part = padded.part(slice(first, first + 8))
+        assert int(part.positions.max()) < part.longest
+        assert part.query_start.tolist() == [0, 8 if first < 24 else 0]
