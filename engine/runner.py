@@ -124,6 +124,7 @@ class ModelRunner:
         self._eager = EagerSteps(self.cache, self.sequences, vocab_size=num_scored)
         self._model: DeepSeekV4 | None = None
         self._graphs: DecodeGraphs | None = None
+        self._chunks: ChunkGraphs | None = None
         self._ended: torch.cuda.Event | None = None  # of the last step that was collected
         self.times = False
 
@@ -143,13 +144,13 @@ class ModelRunner:
     @property
     def graph_nodes(self) -> dict[int, int]:
         """Return the nodes of each captured graph, by the sequences or tokens of prompts that it has room for."""
-        graphs = self._graphs or self._eager.graphs
+        graphs = self._graphs or self._chunks
         return {} if graphs is None else graphs.nodes
 
     @property
     def state_bytes(self) -> int:
         """Return bytes that graphs keep on the device from `load` on, besides weights and cache."""
-        graphs = self._graphs or self._eager.graphs
+        graphs = self._graphs or self._chunks
         return 0 if graphs is None else graphs.state_bytes
 
     def load(self, progress: Callable[[str], None] | None = None) -> None:
@@ -184,7 +185,7 @@ class ModelRunner:
             return
         captures = self.device.type == "cuda" and not self.config.enforce_eager
         if self.config.role == "prefill" and captures and self._all_capturable():
-            self._eager.graphs = ChunkGraphs(
+            self._chunks = ChunkGraphs(
                 self._model,
                 self.cache,
                 sizes=chunk_sizes(self.config.max_num_batched_tokens),
@@ -202,11 +203,12 @@ class ModelRunner:
             )
 
     def _all_capturable(self) -> bool:
-        """Return whether every rank's model may be captured. One rank's slice of the experts may be packed, another's
-        not, and a graph exchanges padding tokens, too: the ranks would be out of step.
+        """Return whether every rank's model may be captured.
+
+        One rank's slice of the experts may be packed, another's not. A graph exchanges padding tokens, too: with some
+        in graphs and some not the ranks would be out of step.
         """
-        problem = torch.tensor([[int(bool(self.model.uncapturable))]], dtype=torch.int32, device=self.device)
-        return not bool(self.group.all_gather(problem).any())
+        return not self.group.agree([bool(self.model.uncapturable)])[0]
 
     def capture(self, progress: Callable[[str], None] | None = None) -> None:
         """Capture decode steps as graphs, every size that may be admitted; of a prefill rank, short chunks.
@@ -218,7 +220,7 @@ class ModelRunner:
             return
         if self._model is None:
             raise RuntimeError("the model is not loaded: call load() before capture()")
-        graphs = self._graphs or self._eager.graphs
+        graphs = self._graphs or self._chunks
         problem = self._model.uncapturable
         if self._graphs is None:
             problem = f"kv_cache_dtype {self.config.kv_cache_dtype} has no decode kernels; packed has"
@@ -230,6 +232,7 @@ class ModelRunner:
         if graphs is not None:
             with torch.inference_mode():
                 graphs.capture(progress)
+        self._eager.graphs = self._chunks
 
     @property
     def max_blocks(self) -> int:
