@@ -205,8 +205,12 @@ class ModelRunner:
         """Return whether every rank's model may be captured. One rank's slice of the experts may be packed, another's
         not, and a graph exchanges padding tokens, too: the ranks would be out of step.
         """
-        problem = torch.tensor([[int(bool(self.model.uncapturable))]], dtype=torch.int32, device=self.device)
-        return not bool(self.group.all_gather(problem).any())
+        problem = self.model.uncapturable
+        flag = torch.tensor([[int(bool(problem))]], dtype=torch.int32, device=self.device)
+        if not bool(self.group.all_gather(flag).any()):
+            return True
+        log.warning("short prompts are not captured, and slower: %s", problem or "another rank's model can't be")
+        return False
 
     def capture(self, progress: Callable[[str], None] | None = None) -> None:
         """Capture decode steps as graphs, every size that may be admitted; of a prefill rank, short chunks.

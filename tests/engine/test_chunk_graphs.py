@@ -84,7 +84,7 @@ def test_chunks_that_are_too_long_too_many_or_too_far_on_are_left(rig):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_no_rank_captures_unless_all_can(rig, monkeypatch, others):
+def test_no_rank_captures_unless_all_can(rig, monkeypatch, caplog, others):
     class Two:
         def all_gather(self, x):
             return torch.cat([x, torch.full_like(x, others)], -1)
@@ -93,6 +93,7 @@ def test_no_rank_captures_unless_all_can(rig, monkeypatch, others):
     assert runner.model.uncapturable == ""
     monkeypatch.setattr(runner, "group", Two())
     assert runner._all_capturable() == (not others)
+    assert ("another rank" in caplog.text) == bool(others)
 
 
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 500, 2048, 4096])
