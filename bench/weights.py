@@ -112,7 +112,7 @@ class _Run(NamedTuple):
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Return the report of one checkpoint and one rank's part of it."""
+    """Return the report of one checkpoint and one rank's part of it. Raises ValueError for what can't be measured."""
     import torch
 
     from bench.weight_samples import compare_samples
@@ -120,6 +120,10 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from engine.model.shard import Shard
     from kernels.bench import current_commit
 
+    if args.samples < 0:
+        raise ValueError(f"--samples {args.samples}: wanted 0 or more")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here; use --device cpu")
     run = _Run(args, load_config(args.model), Shard.parse(args.shard), torch.device(args.device), progress, [])
     on_gpu = run.device.type == "cuda"
     paths = shard_paths(args.model)

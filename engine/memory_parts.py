@@ -162,8 +162,8 @@ def _prefill_workspace(config: EngineConfig, local: DeepSeekV4Config, layout: KV
     return MemoryPart(
         name="workspace",
         num_bytes=activations + scores + dequantised + logits + undo + graphs,
-        how=f"of {tokens} tokens: layer {activations / MIB:,.0f} MiB, indexer's scores {scores / MIB:,.0f}, a "
-        f"dequantised matrix {dequantised / MIB:,.0f}, logits of {rows} {logits / MIB:,.0f}, states kept "
+        how=f"of {counted(tokens, 'token')}: layer {activations / MIB:,.0f} MiB, indexer's scores {scores / MIB:,.0f}, "
+        f"a dequantised matrix {dequantised / MIB:,.0f}, logits of {rows} {logits / MIB:,.0f}, states kept "
         f"{undo / MIB:,.0f}; of all graphs {graphs / MIB:,.0f}",
     )
 

@@ -118,7 +118,7 @@ class MemoryPlan:
             context_that_fits=min(self.model.max_position_embeddings, room.most_blocks // rows * block),
             longest_context=min(self.model.max_position_embeddings, room.most_blocks * block),
             largest_batch=largest_batch(room, self.max_model_len),
-            graph_sizes=list(captured_sizes(self.config)),
+            graph_sizes=sorted(captured_sizes(self.config) if self.measured is None else self.measured.graph_nodes),
             graph_nodes={} if self.measured is None else dict(self.measured.graph_nodes),
             is_measured=self.measured is not None,
         )

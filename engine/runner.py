@@ -208,7 +208,11 @@ class ModelRunner:
         One rank's slice of the experts may be packed, another's not. A graph exchanges padding tokens, too: with some
         in graphs and some not the ranks would be out of step.
         """
-        return not self.group.agree([bool(self.model.uncapturable)])[0]
+        problem = self.model.uncapturable
+        if not self.group.agree([bool(problem)])[0]:
+            return True
+        log.warning("short prompts are not captured, and slower: %s", problem or "another rank's model can't be")
+        return False
 
     def capture(self, progress: Callable[[str], None] | None = None) -> None:
         """Capture decode steps as graphs, every size that may be admitted; of a prefill rank, short chunks.

@@ -121,9 +121,12 @@ class WeightCache:
 
     def load(self) -> Iterator[WeightPart] | None:
         """Return the parts that lie here, None if there are none that can be used."""
-        if not self.folder.exists():
-            return None
         try:
+            if not self.folder.exists():
+                return None
+            for path in self.folder.iterdir():
+                if not path.is_file():  # to open a pipe is to wait for who writes into it
+                    raise ValueError(f"{path.name} is not a regular file")
             manifest = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
             files, sums = cache_files(self.folder), manifest.pop("sums", None) if isinstance(manifest, dict) else None
             if manifest != self._key | {"files": _digests(files.paths.values())}:
@@ -202,7 +205,8 @@ class WeightCache:
             raise WeightsError(f"{self.folder}: can't be read, delete it: {problem}") from None
         except _Damaged as problem:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise WeightsError(f"{self.folder}: damaged, and removed; start again: {problem}") from None
+            remedy = "delete it" if self.folder.exists() else "and removed; start again"
+            raise WeightsError(f"{self.folder}: damaged, {remedy}: {problem}") from None
         self._say(f"weights: {reader.stats.read_bytes / 1e9:.3f} GB read in {reader.stats.seconds:.1f} s")
 
 
@@ -217,14 +221,15 @@ def cache_reader(files: ShardFiles, device: torch.device, say: Say, check: Check
     return PartReader(units, files.paths, device=device, say=say, check=check)
 
 
-def _check(files: ShardFiles, sums: Sums | None) -> Check:
+def _check(files: ShardFiles, sums: object) -> Check:
     """Return what compares lots with the sums that were written. Raises ValueError if these are of other stretches."""
     wanted: dict[StoredTensor, int] = {}
     for name, stored in files.tensors.items():
         places = [piece.stored for unit in _units(name, stored) for piece in unit.pieces]
-        found = (sums or {}).get(name, [])
-        if len(found) != len(places):
-            raise ValueError(f"{_MANIFEST} has {len(found)} sums of {name}, wanted {len(places)}")
+        found = sums.get(name) if isinstance(sums, dict) else None
+        count = len(found) if isinstance(found, list) else 0
+        if found is None or count != len(places):
+            raise ValueError(f"{_MANIFEST} has {count} sums of {name}, wanted {len(places)}")
         wanted |= dict(zip(places, found, strict=True))
 
     def check(lot: Lot, memory: memoryview) -> None:

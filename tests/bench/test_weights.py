@@ -93,3 +93,11 @@ def test_what_the_page_cache_has_of_a_file_is_told(tmp_path):
     dropped = drop_cache([path])
     assert path.read_bytes() == bytes(1 << 20)
     assert 0 <= dropped <= cached_share([path]) <= 1
+
+
+@pytest.mark.parametrize(("flags", "named"), [(["--samples", "-3"], "--samples -3"), (["--device", "cuda"], "no GPU")])
+def test_what_can_not_be_measured_is_refused_before_anything_is_read(monkeypatch, capsys, flags, named):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("bench.weights._read_only", lambda *_: pytest.fail("read"))
+    assert main(["--model", str(TINY), "--quiet", *flags]) == 2
+    assert named in capsys.readouterr().err

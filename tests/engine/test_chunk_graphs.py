@@ -84,7 +84,7 @@ def test_chunks_that_are_too_long_too_many_or_too_far_on_are_left(rig):
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_no_rank_captures_unless_all_can(rig, monkeypatch, others):
+def test_no_rank_captures_unless_all_can(rig, monkeypatch, caplog, others):
     class Two:
         def agree(self, flags):
             return [flag or others for flag in flags]
@@ -93,6 +93,7 @@ def test_no_rank_captures_unless_all_can(rig, monkeypatch, others):
     assert runner.model.uncapturable == ""
     monkeypatch.setattr(runner, "group", Two())
     assert runner._all_capturable() == (not others)
+    assert ("another rank" in caplog.text) == others
 
 
 @pytest.mark.parametrize("most", [1, 31, 32, 33, 500, 2048, 4096])

@@ -180,6 +180,12 @@ def test_start_without_a_graph_of_an_admitted_batch_is_refused() -> None:
         found.corrected(measured(found, free=20 * GIB, graph_nodes=nodes))
 
 
+def test_chunks_without_a_graph_are_served_and_none_is_said_to_be_there() -> None:
+    found = plan(role="prefill", max_num_batched_tokens=1)
+    assert "of 1 token:" in found.table() and found.summary().graph_sizes == [1]
+    assert found.corrected(measured(found, free=20 * GIB, graph_nodes={})).summary().graph_sizes == []
+
+
 def test_chunks_longer_than_kernels_take_are_refused() -> None:
     with pytest.raises(PlanError, match="max_num_batched_tokens 8193: a step on a GPU has 8192 at most"):
         plan(role="prefill", max_num_batched_tokens=8193)

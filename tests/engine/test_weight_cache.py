@@ -1,9 +1,11 @@
 """Packed weights kept on disk: the same tensors come back, of this checkpoint and part only, or none."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -45,6 +47,18 @@ def same(a, b):
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
+@contextlib.contextmanager
+def limit(seconds=30.0):
+    """Fail where the body waits for what never comes."""
+    woken = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"took more than {seconds:g} s"))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, woken)
+
+
 @pytest.mark.parametrize("large", [1000, 32 << 20], ids=["rows at a time", "whole"])
 @pytest.mark.parametrize("shard", [Shard(), Shard(1, 2), Shard(1, 2, True)], ids=["whole", "inner", "expert"])
 def test_what_was_kept_comes_back(edit, tmp_path, monkeypatch, shard, large):
@@ -74,7 +88,8 @@ def test_other_parts_dtypes_and_checkpoints_have_caches_of_their_own(oracle, edi
 
 
 @pytest.mark.parametrize(
-    "damage", ["cut", "manifest", "sums", "no manifest", "no object", "lost", "header", "one more"]
+    "damage",
+    ["cut", "manifest", "sums", "no sums", "no list", "no manifest", "no object", "lost", "header", "one more", "pipe"],
 )
 def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
     folder = oracle.folder("mx")
@@ -89,6 +104,13 @@ def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
         manifest = json.loads((kept / "manifest.json").read_text())
         manifest["sums"]["embed.weight"].append(0)
         (kept / "manifest.json").write_text(json.dumps(manifest))
+    elif damage in ("no sums", "no list"):
+        manifest = json.loads((kept / "manifest.json").read_text())
+        manifest["sums"] = 5 if damage == "no sums" else manifest["sums"] | {"embed.weight": 5}
+        (kept / "manifest.json").write_text(json.dumps(manifest))
+    elif damage == "pipe":
+        (kept / "manifest.json").unlink()
+        os.mkfifo(kept / "manifest.json")
     elif damage == "no object":
         (kept / "manifest.json").write_text("[]")
     elif damage == "lost":
@@ -100,7 +122,8 @@ def test_a_damaged_cache_is_made_again(oracle, tmp_path, damage):
         shutil.copy(kept / "part-001.safetensors", kept / "part-009.safetensors")
     else:
         (kept / "manifest.json").unlink()
-    found, told = read(folder, tmp_path)
+    with limit():
+        found, told = read(folder, tmp_path)
     assert same(found, wanted)
     assert "is not used and made again" in told
     assert "kept in the cache" in told
@@ -127,11 +150,22 @@ def test_values_that_are_not_those_that_were_written_are_refused_and_made_again(
     assert "kept in the cache" in told
 
 
-def test_weights_are_served_though_they_can_not_be_kept(oracle, tmp_path):
+@pytest.mark.parametrize("name", ["file/cache", 300 * "x"])
+def test_weights_are_served_though_they_can_not_be_kept(oracle, tmp_path, name):
     (tmp_path / "file").write_text("")
-    found, told = read(oracle.folder("mx"), tmp_path / "file" / "cache")
+    found, told = read(oracle.folder("mx"), tmp_path / name)
     assert same(found, read(oracle.folder("mx"))[0])
     assert "weights: not kept in the cache" in told
+
+
+def test_a_damaged_cache_that_can_not_be_removed_is_to_be_deleted(oracle, tmp_path, monkeypatch):
+    read(oracle.folder("mx"), tmp_path)
+    (part,) = tmp_path.glob("*/part-ends.safetensors")
+    data = part.read_bytes()
+    part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    monkeypatch.setattr(weight_cache.shutil, "rmtree", lambda *_, **options: None)
+    with pytest.raises(WeightsError, match=r"damaged, delete it: part-ends\.safetensors: "):
+        read(oracle.folder("mx"), tmp_path)
 
 
 def test_what_is_not_taken_to_its_end_is_not_kept(oracle, tmp_path):
