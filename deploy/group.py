@@ -279,9 +279,11 @@ def kill_and_wait(pids: list[int]) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie counts as gone: it holds no memory, port or descriptor, and its parent will collect it."""
+    """A zombie counts as gone: it holds no memory, port or descriptor, and its parent will collect it. So does one that
+    is being collected, which a busy machine may show for seconds.
+    """
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
 

@@ -33,7 +33,10 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         """The process, or None if it has ended."""
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.created) > 1 or process.status() == psutil.STATUS_ZOMBIE:
+            if abs(process.create_time() - self.created) > 1 or process.status() in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            ):
                 return None
             return process
         except psutil.NoSuchProcess:

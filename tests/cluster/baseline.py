@@ -70,7 +70,7 @@ def processes(cluster: Any) -> dict[str, int]:
     for process in cluster.family():
         try:
             name = process.name()
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 counts[name] += 1
             elif (process.parent() or process).name() != "raylet":
                 counts[f"zombie {name}"] += 1

@@ -37,7 +37,11 @@ def say_hello(url: str) -> str:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    ]
 
 
 def shared_memory() -> set[str]:
